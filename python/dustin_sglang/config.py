@@ -1,0 +1,150 @@
+"""The settings of the algorithm: `DustinConfig`, its ``DUSTIN_*`` variables and its ``--dustin-*`` flags.
+
+SGLang has no field for a plugin's own settings, so they travel in environment variables, which every spawned rank
+inherits. A flag is written to its variable when the command line is parsed; ``sgl.Engine`` users set the variables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dustin_sglang.selection.policy import POLICIES
+
+RADIX_MODES = ("exact", "shared")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names the flag, the value and the range."""
+
+
+@dataclass(frozen=True)
+class DustinConfig:
+    """Settings of one launch; the defaults are those of docs/architecture.md.
+
+    Attributes
+    ----------
+    budget
+        k, the positions of the committed context that verification may read, a request.
+    sinks, window
+        First and last positions that every list holds; part of the budget.
+    lookahead_share
+        Share of the unprotected budget that lookahead fills; ``None`` takes the profile's.
+    profile
+        ``"auto"`` or the path of a JSON profile.
+    policy
+        Name of a policy of `dustin_sglang.selection.policy`.
+    radix
+        ``"exact"``: KV computed under sparse attention never enters the radix tree. ``"shared"``: it does, tagged.
+
+    Raises
+    ------
+    ConfigError
+        A value out of its range.
+    """
+
+    budget: int = 512
+    sinks: int = 4
+    window: int = 64
+    lookahead_share: float | None = None
+    profile: str = "auto"
+    policy: str = "hybrid"
+    radix: str = "exact"
+
+    def __post_init__(self) -> None:
+        _check("budget", self.budget, self.budget >= 1, "an integer of at least 1")
+        _check("sinks", self.sinks, self.sinks >= 0, "an integer of at least 0")
+        _check("window", self.window, self.window >= 0, "an integer of at least 0")
+        share = self.lookahead_share
+        _check("lookahead_share", share, share is None or 0.0 <= share <= 1.0, "a number from 0 to 1")
+        _check("policy", self.policy, self.policy in POLICIES, "one of " + ", ".join(sorted(POLICIES)))
+        _check("radix", self.radix, self.radix in RADIX_MODES, "one of " + ", ".join(RADIX_MODES))
+        if self.sinks + self.window > self.budget:
+            raise ConfigError(
+                f"--dustin-sinks {self.sinks} and --dustin-window {self.window} do not fit in --dustin-budget "
+                f"{self.budget}: protected positions are part of the budget; sinks + window must be at most the budget"
+            )
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> DustinConfig:
+        """Read the ``DUSTIN_*`` variables of `env` (default: the process's own).
+
+        Raises
+        ------
+        ConfigError
+            A variable that does not parse or is out of range.
+        """
+        env = os.environ if env is None else env
+        given: dict[str, Any] = {}
+        for field in fields(cls):
+            text = env.get(variable(field.name))
+            if text is not None:
+                given[field.name] = _parse(field.name, text)
+        return cls(**given)
+
+
+def variable(name: str) -> str:
+    """Environment variable of setting `name`."""
+    return "DUSTIN_" + name.upper()
+
+
+def flag(name: str) -> str:
+    """Command-line flag of setting `name`."""
+    return "--dustin-" + name.replace("_", "-")
+
+
+_PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "budget": (int, "an integer of at least 1"),
+    "sinks": (int, "an integer of at least 0"),
+    "window": (int, "an integer of at least 0"),
+    "lookahead_share": (float, "a number from 0 to 1"),
+}
+_HELP = {
+    "budget": "Positions of a request's context that verification may read (k).",
+    "sinks": "First positions that are always read; part of the budget.",
+    "window": "Last positions that are always read; part of the budget.",
+    "lookahead_share": "Share of the unprotected budget filled by the draft's lookahead; default: the profile's.",
+    "profile": "JSON file of the heads that choose, or 'auto'.",
+    "policy": "How positions are chosen: " + ", ".join(sorted(POLICIES)) + ".",
+    "radix": "'exact': approximate KV is never shared between requests; 'shared': it is, and the metrics show it.",
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the ``--dustin-*`` flags to SGLang's parser.
+
+    Values stay strings: `DustinConfig` checks them when the algorithm is used, with a message that names the range.
+    """
+    group = parser.add_argument_group("dustin", "Sparse verification (--speculative-algorithm dustin).")
+    for field in fields(DustinConfig):
+        default = "the profile's" if field.default is None else field.default
+        group.add_argument(
+            flag(field.name),
+            metavar=field.name.upper(),
+            default=None,
+            help=f"{_HELP[field.name]} Default: {default}. Also {variable(field.name)}.",
+        )
+
+
+def flags_to_env(args: argparse.Namespace) -> None:
+    """Write the flags that were given to their variables, from where every rank reads them."""
+    for field in fields(DustinConfig):
+        value = getattr(args, f"dustin_{field.name}", None)
+        if value is not None:
+            os.environ[variable(field.name)] = str(value)
+
+
+def _check(name: str, value: object, good: bool, allowed: str) -> None:
+    if not good:
+        raise ConfigError(f"{flag(name)} (or {variable(name)}) is {value!r}; it must be {allowed}")
+
+
+def _parse(name: str, text: str) -> Any:
+    parser, allowed = _PARSERS.get(name, (str, ""))
+    try:
+        return parser(text)
+    except ValueError:
+        raise ConfigError(f"{flag(name)} (or {variable(name)}) is {text!r}; it must be {allowed}") from None

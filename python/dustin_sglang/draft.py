@@ -1,0 +1,56 @@
+"""The draft worker: SGLang's own, with attention backends that copy the lookahead queries.
+
+`TappedDraft` is mixed over `EagleDraftWorker` and over `StandaloneDraftWorker`. It changes no result of the draft.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
+from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
+
+from dustin_sglang import devices
+from dustin_sglang.selection.state import QueryStore
+
+
+class TappedDraft:
+    """Mixin over an SGLang draft worker: its attention backends are tapped.
+
+    Attributes
+    ----------
+    store
+        Where the queries go; bound by the worker when the scoring heads are known.
+    """
+
+    store: QueryStore | None = None
+
+    def init_attention_backend(self: Any) -> None:
+        """Create the draft's attention backends, tapped; otherwise as SGLang does."""
+        factory = devices.draft_backend_factory(self.server_args, self.draft_runner, self.topk, self.speculative_num_steps)
+        self.draft_attn_backend = factory.create_decode_backend()
+        self.draft_extend_attn_backend = factory.create_draft_extend_backend()
+        self.draft_runner.draft_attn_backend = self.draft_attn_backend
+        self.draft_runner.attn_backend = self.draft_extend_attn_backend
+
+    def bind(self: Any, store: QueryStore) -> None:
+        """Let the taps write to `store`; before CUDA graphs are captured."""
+        self.store = store
+        self.draft_extend_attn_backend.store = store
+        for step, backend in enumerate(self.draft_attn_backend.attn_backends):
+            backend.store, backend.step = store, step
+
+    def _draft_extend_for_decode(self: Any, batch: Any, batch_result: Any) -> None:
+        super()._draft_extend_for_decode(batch, batch_result)  # type: ignore[misc]
+        width = self.speculative_num_draft_tokens
+        first_rows = torch.arange(0, len(batch.seq_lens) * width, width, device=self.device)
+        self.store.keep_pending(first_rows + batch_result.accept_lens - 1, batch.req_pool_indices)
+
+
+class DustinEagleDraftWorker(TappedDraft, EagleDraftWorker):
+    """An EAGLE or EAGLE-3 head as the draft."""
+
+
+class DustinStandaloneDraftWorker(TappedDraft, StandaloneDraftWorker):
+    """A whole small model as the draft."""

@@ -1,0 +1,147 @@
+"""Profiles: which layers and heads of draft and target choose the positions.
+
+A profile is versioned JSON, checked against the shapes of the models before use; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dustin_sglang.selection.heads import Heads
+
+VERSION = 1
+# Without a measured profile: the layers that scoring reads may cost this share of the target's dense KV, but the
+# draft always scores at least the paper's three layers (method-and-limits.md 1.2).
+AUTO_KV_SHARE = 1 / 16
+AUTO_MIN_LAYERS = 3
+
+
+class ProfileError(ValueError):
+    """A profile that does not parse or was made for other models."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a profile must agree with: the attention shape of one model."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def key_elements(self) -> int:
+        """Elements of K that one token holds in one layer."""
+        return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Scoring heads of a model pair.
+
+    Attributes
+    ----------
+    draft, target
+        Shapes of the models that it was made for.
+    lookahead
+        Heads of the draft whose queries look ahead.
+    history
+        Heads of the target whose last confirmed query looks back.
+    lookahead_share
+        m / (k - protected) unless a flag says otherwise.
+    name
+        What the start-up line calls it.
+    """
+
+    draft: ModelShape
+    target: ModelShape
+    lookahead: Heads
+    history: Heads
+    lookahead_share: float = 0.5
+    name: str = "auto"
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for what, heads, shape in (("lookahead", self.lookahead, self.draft), ("history", self.history, self.target)):
+            if not heads.by_layer:
+                raise ProfileError(f"profile {self.name}: {what} names no head")
+            for layer, chosen in heads.by_layer:
+                if not 0 <= layer < shape.layers:
+                    raise ProfileError(f"profile {self.name}: {what} layer {layer} is not in 0..{shape.layers - 1}")
+                if not chosen or min(chosen) < 0 or max(chosen) >= shape.heads or len(set(chosen)) != len(chosen):
+                    raise ProfileError(
+                        f"profile {self.name}: {what} heads {list(chosen)} of layer {layer} must be distinct numbers in "
+                        f"0..{shape.heads - 1}"
+                    )
+        if not 0.0 <= self.lookahead_share <= 1.0:
+            raise ProfileError(f"profile {self.name}: lookahead_share {self.lookahead_share} is not in 0..1")
+
+
+def auto_profile(draft: ModelShape, target: ModelShape) -> Profile:
+    """Heads for a pair that nobody has measured (selection.md, "What to take from it").
+
+    All heads of the draft's layers from the middle upwards, as many layers as `AUTO_KV_SHARE` allows and at least
+    `AUTO_MIN_LAYERS`, and all heads of the one target layer at two thirds of the depth.
+    """
+    budget = AUTO_KV_SHARE * 2 * target.layers * target.key_elements
+    upper = list(range(draft.layers // 2, draft.layers))
+    count = max(AUTO_MIN_LAYERS, int(budget // draft.key_elements))
+    every_draft_head, every_target_head = tuple(range(draft.heads)), tuple(range(target.heads))
+    return Profile(
+        draft=draft,
+        target=target,
+        lookahead=Heads(tuple((layer, every_draft_head) for layer in upper[:count])),
+        history=Heads(((target.layers * 2 // 3, every_target_head),)),
+    )
+
+
+def load_profile(path: str, draft: ModelShape, target: ModelShape) -> Profile:
+    """Read `path` and check it against the two models.
+
+    Raises
+    ------
+    ProfileError
+        The file is missing, is not a profile of version 1, or was made for other shapes.
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ProfileError(f"--dustin-profile {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ProfileError(f"--dustin-profile {path} is not JSON: {error}") from error
+    if not isinstance(data, dict) or data.get("version") != VERSION:
+        raise ProfileError(f"--dustin-profile {path}: not a profile of version {VERSION}")
+    try:
+        made_for = {role: ModelShape(**data[role]) for role in ("draft", "target")}
+        heads = {
+            signal: Heads(tuple(sorted((int(layer), tuple(map(int, h))) for layer, h in data[signal].items())))
+            for signal in ("lookahead", "history")
+        }
+        share = float(data.get("lookahead_share", 0.5))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ProfileError(f"--dustin-profile {path}: malformed: {error!r}") from error
+    for role, shape in (("draft", draft), ("target", target)):
+        if made_for[role] != shape:
+            raise ProfileError(
+                f"--dustin-profile {path} was made for a {role} of {made_for[role]}, but this {role} is {shape}; "
+                "use --dustin-profile auto or a profile of this pair"
+            )
+    return Profile(draft, target, heads["lookahead"], heads["history"], share, Path(path).stem)
+
+
+def save_profile(profile: Profile, path: str) -> None:
+    """Write `profile` as JSON that `load_profile` reads back."""
+    data = {
+        "version": VERSION,
+        "draft": vars(profile.draft),
+        "target": vars(profile.target),
+        "lookahead": {str(layer): list(heads) for layer, heads in profile.lookahead.by_layer},
+        "history": {str(layer): list(heads) for layer, heads in profile.history.by_layer},
+        "lookahead_share": profile.lookahead_share,
+        **profile.extra,
+    }
+    Path(path).write_text(json.dumps(data, indent=1) + "\n")

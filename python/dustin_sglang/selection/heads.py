@@ -1,0 +1,59 @@
+"""A set of query heads, grouped by layer, in the order in which their queries are stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads of one model.
+
+    Attributes
+    ----------
+    by_layer
+        ``((layer, (head, ...)), ...)``, layers ascending. A head's index in the concatenation is its place in a query
+        buffer ``[..., heads, head_dim]``.
+    """
+
+    by_layer: tuple[tuple[int, tuple[int, ...]], ...]
+
+    @cached_property
+    def count(self) -> int:
+        """Number of heads over all layers."""
+        return sum(len(heads) for _, heads in self.by_layer)
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """The layers, in order."""
+        return tuple(layer for layer, _ in self.by_layer)
+
+    @cached_property
+    def offsets(self) -> dict[int, tuple[int, int]]:
+        """For each layer the half-open range of places that its heads take."""
+        result, start = {}, 0
+        for layer, heads in self.by_layer:
+            result[layer] = (start, start + len(heads))
+            start += len(heads)
+        return result
+
+    @cached_property
+    def layer_index(self) -> tuple[int, ...]:
+        """For each place, the index of its layer in `layers`."""
+        return tuple(i for i, (_, heads) in enumerate(self.by_layer) for _ in heads)
+
+    def kv_heads(self, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
+        """For each place, the KV head that its query head reads (grouped-query attention)."""
+        group = num_heads // num_kv_heads
+        return tuple(head // group for _, heads in self.by_layer for head in heads)
+
+    def shard(self, rank: int, size: int, num_heads: int) -> Heads:
+        """The heads that tensor-parallel rank `rank` of `size` holds, in its own numbering."""
+        per_rank = num_heads // size
+        first = rank * per_rank
+        local = (
+            (layer, tuple(head - first for head in heads if first <= head < first + per_rank))
+            for layer, heads in self.by_layer
+        )
+        return Heads(tuple((layer, heads) for layer, heads in local if heads))

@@ -1,0 +1,92 @@
+"""Signals: attention of a few heads over the whole committed context, a float32 score a position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from dustin_kernels import score_positions
+
+from dustin_sglang.selection.state import QueryStore
+
+
+@dataclass(frozen=True)
+class Context:
+    """The committed context of a batch.
+
+    Attributes
+    ----------
+    req_to_token
+        int32 ``[slots, width]``, SGLang's table of KV slots.
+    req_pool_indices
+        int64 ``[batch]``, each request's row in it.
+    seq_lens
+        int64 ``[batch]``, committed lengths.
+    max_len
+        The largest of them, known to the host.
+    """
+
+    req_to_token: torch.Tensor
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    max_len: int
+
+
+class Signal:
+    """Scores positions by what some heads of one model attend to.
+
+    Parameters
+    ----------
+    store
+        Queries of the scoring heads; under tensor parallelism a rank may hold none of them.
+    keys
+        K pools of the heads' layers, in order, each ``[num_slots, num_kv_heads, head_dim]``.
+    kv_heads
+        For each head, the KV head that it reads.
+    sm_scale
+        Scale of q.K in the model's own attention.
+    shift
+        1 where slot j holds token j + 1, as SGLang's draft prefill and draft extend leave the draft's KV.
+    reduce
+        Sums a tensor over tensor-parallel ranks and returns it; None on one rank.
+    """
+
+    def __init__(
+        self,
+        store: QueryStore,
+        keys: Sequence[torch.Tensor],
+        kv_heads: tuple[int, ...],
+        sm_scale: float,
+        *,
+        shift: int,
+        reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self._store, self._keys, self._kv_heads = store, keys, kv_heads
+        self._sm_scale, self._shift, self._reduce = sm_scale, shift, reduce
+
+    def score(self, context: Context) -> torch.Tensor:
+        """Softmax attention of the stored queries over the context, summed over rows and heads.
+
+        Returns
+        -------
+        torch.Tensor
+            float32 ``[batch, context.max_len]``; 0 beyond a request's length.
+        """
+        if self._store.heads.count:
+            scores = score_positions(
+                self._store.queries(context.req_pool_indices),
+                self._keys,
+                self._store.heads.layer_index,
+                self._kv_heads,
+                context.req_to_token,
+                context.req_pool_indices,
+                context.seq_lens,
+                self._sm_scale,
+                max_len=context.max_len,
+                shift=self._shift,
+            )
+        else:
+            shape = (context.seq_lens.shape[0], context.max_len)
+            scores = torch.zeros(shape, dtype=torch.float32, device=context.seq_lens.device)
+        return scores if self._reduce is None else self._reduce(scores)

@@ -1,0 +1,271 @@
+"""FlashInfer verification over the selected slots, and the tapped FlashInfer backends of the draft.
+
+The list of a request is its selected positions followed by the slots of the g tokens under verification, at page
+size 1 as SGLang's FlashInfer backend always uses it. A chain needs no mask: attention is causal at the end of the
+list. A tree needs the g x g mask of the draft tokens, every listed position being visible to all rows.
+
+Counts are known to the host, so planning never waits for the device, and is repeated only when a count changes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from dustin_kernels import pack_tree_mask, write_slots
+from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+from sglang.srt.layers.attention.flashinfer_backend import (
+    FlashInferAttnBackend,
+    FlashInferMultiStepDraftBackend,
+    PrefillMetadata,
+    fast_prefill_plan,
+)
+from sglang.srt.layers.attention.verify_mask import VerifyMask
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
+
+from dustin_sglang.tap import DecodeTap, ExtendTap
+
+if TYPE_CHECKING:
+    from dustin_sglang.selection.selector import Selection
+
+
+class DustinFlashInferBackend(ExtendTap, FlashInferAttnBackend):
+    """The target's attention: FlashInfer as SGLang uses it, except that verification reads a selection.
+
+    Parameters
+    ----------
+    model_runner
+        The target's runner.
+    list_width
+        Most positions listed a request: k, or the context length for the dense policy.
+    topk, num_draft_tokens
+        Branches of the draft tree and g, the tokens under verification.
+    """
+
+    def __init__(self, model_runner: Any, *, list_width: int, topk: int, num_draft_tokens: int, **kwargs: Any) -> None:
+        super().__init__(model_runner, **kwargs)
+        self._list_width, self._is_tree, self._g = list_width, topk > 1, num_draft_tokens
+        self._selection: Selection | None = None
+        self._req_to_token = model_runner.req_to_token_pool.req_to_token
+        self._device = model_runner.device
+        self._max_bs = self.kv_last_page_len.shape[0]
+        cells = self._max_bs * self._g * self._g
+        self._verify_mask = VerifyMask(
+            buffer=torch.zeros(cells, dtype=torch.bool, device=self._device),
+            mode=TreeMaskMode.QLEN_ONLY,
+            max_bs=self._max_bs,
+            is_read=self._is_tree,
+        )
+        self._planned: dict[int, list[int]] = {}
+        self._qo_indptr_host = torch.arange(self._max_bs + 1, dtype=torch.int32) * self._g
+        self._verify_qo_indptr = self._qo_indptr_host.to(self._device)
+
+    def attend_to(self, selection: Selection) -> None:
+        """Let the next verification read `selection`."""
+        self._selection = selection
+
+    @property
+    def verify_mask(self) -> VerifyMask:
+        """The g x g tree mask that the draft fills; its prefix part is never built."""
+        return self._verify_mask
+
+    # -- CUDA graphs ---------------------------------------------------------------------------------------------
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, kv_indices_buf: torch.Tensor | None = None) -> None:
+        """Allocate the buffers that captured verifications read."""
+        if kv_indices_buf is None:
+            width = max_bs * (self._list_width + self._g)
+            kv_indices_buf = torch.zeros(width, dtype=torch.int32, device=self._device)
+        self.cuda_graph_kv_indices = [kv_indices_buf]
+        self.cuda_graph_swa_out_cache_loc = None
+        self.cuda_graph_qo_indptr = [self._verify_qo_indptr.clone()]
+        self.cuda_graph_qk_indptr = [torch.zeros(max_bs + 1, dtype=torch.int32, device=self._device)]
+        mask_bytes = self._mask_bytes(self._list_width + self._g) * max_bs if self._is_tree else 0
+        self.cuda_graph_custom_mask = torch.zeros(mask_bytes, dtype=torch.uint8, device=self._device)
+
+    def _prepare_cuda_graph_metadata(self, bs: int, num_tokens: int, forward_mode: Any, spec_info: Any) -> None:
+        if not forward_mode.is_target_verify():
+            super()._prepare_cuda_graph_metadata(bs, num_tokens, forward_mode, spec_info)
+            return
+        wrappers = self._create_prefill_wrappers(bs, use_custom_mask=self._is_tree)
+        self.prefill_cuda_graph_metadata[bs] = wrappers
+        self.forward_metadata = PrefillMetadata(wrappers, False, False)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Plan a captured verification and write its slots; other modes as FlashInfer."""
+        if not forward_batch.forward_mode.is_target_verify():
+            super().init_forward_metadata_out_graph(forward_batch, in_capture)
+            return
+        bs = forward_batch.batch_size
+        if in_capture:
+            self._prepare_cuda_graph_metadata(bs, bs * self._g, forward_batch.forward_mode, forward_batch.spec_info)
+        wrapper = self.prefill_cuda_graph_metadata[bs][0]
+        counts = self._counts(forward_batch, in_capture)
+        kv_indptr = self._write_list(forward_batch, counts, wrapper._paged_kv_indices_buf)
+        wrapper._paged_kv_indptr_buf.copy_(kv_indptr)
+        if self._is_tree:
+            self._write_mask(forward_batch, counts, kv_indptr, wrapper._custom_mask_buf, wrapper._mask_indptr_buf)
+        if in_capture or self._planned.get(bs) != counts:
+            self._plan_captured(wrapper, bs, counts, kv_indptr, first=in_capture)
+            self._planned[bs] = counts
+
+    def _plan_captured(self, wrapper: Any, bs: int, counts: list[int], kv_indptr: torch.Tensor, *, first: bool) -> None:
+        if first:
+            self._plan(wrapper, bs, counts, wrapper._paged_kv_indices_buf[: sum(counts) + bs * self._g])
+            return
+        lens = torch.tensor(counts, dtype=torch.int32) + self._g
+        fast_prefill_plan(
+            wrapper,
+            self._verify_qo_indptr[: bs + 1],
+            kv_indptr,
+            wrapper._paged_kv_indices_buf[:0],
+            self.kv_last_page_len[:bs],
+            self.indices_updater_prefill.num_qo_heads,
+            self.indices_updater_prefill.num_kv_heads,
+            self.indices_updater_prefill.head_dim,
+            1,
+            causal=not self._is_tree,
+            q_data_type=self.indices_updater_prefill.q_data_type,
+            kv_data_type=self.indices_updater_prefill.data_type,
+            qo_indptr_host=self._qo_indptr_host[: bs + 1],
+            kv_indptr_host=_indptr(lens),
+            kv_lens_host=lens,
+            max_q_len=self._g,
+            max_kv_len=int(lens.max()),
+        )
+
+    # -- eager ---------------------------------------------------------------------------------------------------
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan an eager verification and write its slots; other modes as FlashInfer."""
+        if not forward_batch.forward_mode.is_target_verify():
+            super().init_forward_metadata(forward_batch)
+            return
+        bs = forward_batch.batch_size
+        counts = self._counts(forward_batch, in_capture=False)
+        total = sum(counts) + bs * self._g
+        kv_indices = torch.empty(total, dtype=torch.int32, device=self._device)
+        kv_indptr = self._write_list(forward_batch, counts, kv_indices)
+        wrapper = self.prefill_wrappers_verify[0]
+        self._plan(wrapper, bs, counts, kv_indices)
+        if self._is_tree:
+            size = sum(self._mask_bytes(n + self._g) for n in counts)
+            # Set on the wrapper: given to plan(), a packed mask would get offsets in bits instead of bytes.
+            wrapper._custom_mask_buf = torch.empty(size, dtype=torch.uint8, device=self._device)
+            wrapper._mask_indptr_buf = torch.empty_like(kv_indptr)
+            self._write_mask(forward_batch, counts, kv_indptr, wrapper._custom_mask_buf, wrapper._mask_indptr_buf)
+        self.forward_metadata = PrefillMetadata([wrapper], False, False)
+
+    # -- both ----------------------------------------------------------------------------------------------------
+
+    def _counts(self, forward_batch: Any, in_capture: bool) -> list[int]:
+        """Listed positions a request; capture and the padding of a captured batch list one."""
+        if in_capture:
+            return [1] * forward_batch.batch_size
+        if self._selection is None:
+            raise RuntimeError("a verification was planned before its positions were selected")
+        counts = self._selection.counts
+        return counts + [1] * (forward_batch.batch_size - len(counts))
+
+    def _write_list(self, forward_batch: Any, counts: list[int], kv_indices: torch.Tensor) -> torch.Tensor:
+        """Write every request's slots to `kv_indices`; returns kv_indptr int32 ``[batch + 1]`` on the device."""
+        positions = self._selection.positions if self._selection is not None else None
+        bs = len(counts)
+        seq_lens = forward_batch.seq_lens[:bs]
+        if positions is not None:
+            if positions.shape[0] < bs:  # padded rows list position 0
+                positions = torch.nn.functional.pad(positions, (0, 0, 0, bs - positions.shape[0]))
+            seq_lens = seq_lens.clamp(max=positions.shape[1])
+        kv_indptr = torch.zeros(bs + 1, dtype=torch.int32, device=self._device)
+        torch.cumsum(seq_lens + self._g, dim=0, dtype=torch.int32, out=kv_indptr[1:])
+        write_slots(
+            positions,
+            forward_batch.seq_lens[:bs],
+            forward_batch.req_pool_indices[:bs],
+            self._req_to_token,
+            kv_indptr,
+            self._g,
+            kv_indices,
+            max_len=max(counts),
+        )
+        return kv_indptr
+
+    def _write_mask(
+        self,
+        forward_batch: Any,
+        counts: list[int],
+        kv_indptr: torch.Tensor,
+        out: torch.Tensor,
+        mask_indptr: torch.Tensor,
+    ) -> None:
+        """Pack the tree masks of a batch into `out`, the byte offset of each request into `mask_indptr`."""
+        kv_lens = kv_indptr[1:] - kv_indptr[:-1]
+        mask_indptr[0] = 0
+        torch.cumsum((kv_lens * self._g + 7) // 8, dim=0, dtype=torch.int32, out=mask_indptr[1:])
+        tree = forward_batch.spec_info.custom_mask
+        cells = len(counts) * self._g * self._g
+        if tree is None or tree.numel() < cells:  # capture runs before any draft has filled the mask
+            tree = torch.ones(cells, dtype=torch.bool, device=self._device)
+        pack_tree_mask(tree[:cells], kv_indptr, mask_indptr, self._g, out, max_kv_len=max(counts) + self._g)
+
+    def _mask_bytes(self, kv_len: int) -> int:
+        return (kv_len * self._g + 7) // 8
+
+    def _plan(
+        self, wrapper: BatchPrefillWithPagedKVCacheWrapper, bs: int, counts: list[int], kv_indices: torch.Tensor
+    ) -> None:
+        updater = self.indices_updater_prefill
+        lens = torch.tensor(counts, dtype=torch.int32) + self._g
+        wrapper.begin_forward(  # index pointers on the host: FlashInfer then copies nothing back
+            self._qo_indptr_host[: bs + 1],
+            _indptr(lens),
+            kv_indices,
+            torch.ones(bs, dtype=torch.int32),
+            updater.num_qo_heads,
+            updater.num_kv_heads,
+            updater.head_dim,
+            1,
+            causal=not self._is_tree,
+            q_data_type=updater.q_data_type,
+            kv_data_type=updater.data_type,
+            non_blocking=True,
+        )
+
+
+def _indptr(lens: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(torch.cumsum(lens, dim=0, dtype=torch.int32), (1, 0))
+
+
+class TappedFlashInferBackend(ExtendTap, FlashInferAttnBackend):
+    """The draft's prefill and draft-extend attention."""
+
+
+class TappedFlashInferStep(DecodeTap, FlashInferAttnBackend):
+    """The attention of one draft decode step."""
+
+
+class TappedMultiStepBackend(FlashInferMultiStepDraftBackend):
+    """The draft's decode attention: one tapped backend a step."""
+
+    def __init__(self, model_runner: Any, topk: int, speculative_num_steps: int) -> None:
+        super().__init__(model_runner, topk, speculative_num_steps)
+        self.attn_backends = [
+            TappedFlashInferStep(
+                model_runner,
+                skip_prefill=True,
+                kv_indptr_buf=self.kv_indptr[step],
+                kv_last_page_len_buf=self.kv_last_page_len,
+            )
+            for step in range(speculative_num_steps - 1)
+        ]
+
+
+class TappedDraftBackendFactory(DraftBackendFactory):
+    """SGLang's factory with tapped FlashInfer backends."""
+
+    def _create_flashinfer_decode_backend(self) -> TappedMultiStepBackend:
+        return TappedMultiStepBackend(self.draft_model_runner, self.topk, self.speculative_num_steps)
+
+    def _create_flashinfer_prefill_backend(self) -> TappedFlashInferBackend:
+        return TappedFlashInferBackend(self.draft_model_runner, skip_prefill=False)

@@ -1,0 +1,139 @@
+"""Connects the parts once a launch knows both models: profile, query stores, signals, selector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dustin_sglang import compat
+from dustin_sglang.config import DustinConfig
+from dustin_sglang.profile import ModelShape, Profile, auto_profile, load_profile
+from dustin_sglang.selection.heads import Heads
+from dustin_sglang.selection.policy import POLICIES
+from dustin_sglang.selection.selector import Selector
+from dustin_sglang.selection.signals import Signal
+from dustin_sglang.selection.state import QueryStore
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What the worker needs each round."""
+
+    selector: Selector
+    target_backend: Any
+    target_store: QueryStore
+    profile: Profile
+    draft_kind: str
+
+    def describe(self, config: DustinConfig) -> str:
+        """The start-up line: policy, budget, profile, draft kind and what is exact."""
+        budget, policy = self.selector.budget, self.selector.policy
+        if policy.dense:
+            reads, exact = "every position", "everything"
+        else:
+            reads = (
+                f"{budget.total} positions ({budget.protected} protected, {budget.lookahead} lookahead, "
+                f"{budget.history} history)"
+            )
+            exact = f"contexts of up to {budget.total} tokens, prompts; radix {config.radix}"
+        lookahead, history = self.profile.lookahead, self.profile.history
+        return (
+            f"dustin: policy {policy.name}, verification reads {reads}; profile {self.profile.name} (draft layers "
+            f"{_span(lookahead)}, target layer {_span(history)}); draft {self.draft_kind}; exact: {exact}"
+        )
+
+
+def _span(heads: Heads) -> str:
+    return ",".join(str(layer) for layer in heads.layers) + f": {heads.count} heads"
+
+
+def model_shape(model_config: Any) -> ModelShape:
+    """Attention shape of a whole model, over all tensor-parallel ranks."""
+    return ModelShape(
+        layers=model_config.num_attention_layers,
+        heads=model_config.num_attention_heads,
+        kv_heads=model_config.get_total_num_kv_heads(),
+        head_dim=model_config.head_dim,
+    )
+
+
+def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
+    """Build everything between the models and the selection; after SGLang's backends, before its graphs.
+
+    Raises
+    ------
+    ProfileError
+        A profile that does not fit the models.
+    """
+    draft_runner = draft_worker.draft_runner
+    draft, target = model_shape(draft_runner.model_config), model_shape(target_runner.model_config)
+    profile = auto_profile(draft, target) if config.profile == "auto" else load_profile(config.profile, draft, target)
+    width = draft_worker.speculative_num_draft_tokens
+    draft_store = _store(
+        draft_runner,
+        profile.lookahead,
+        pending_rows=width,
+        steps=draft_worker.speculative_num_steps - 1,
+        branches=draft_worker.topk,
+    )
+    target_store = _store(target_runner, profile.history, pending_rows=width)
+    draft_worker.bind(draft_store)
+    target_backend = target_runner.attn_backend
+    target_backend.store = target_store
+
+    policy = POLICIES[config.policy]
+    share = profile.lookahead_share if config.lookahead_share is None else config.lookahead_share
+    # A budget beyond the context length is all of it; no list needs to be wider.
+    total = min(config.budget, target_runner.model_config.context_len)
+    selector = Selector(
+        policy,
+        policy.budget(total, config.sinks, config.window, share),
+        lookahead=_signal(draft_runner, draft_store, shift=1),
+        history=_signal(target_runner, target_store, shift=0),
+    )
+    return Wiring(selector, target_backend, target_store, profile, draft_kind(draft_runner.spec_algorithm))
+
+
+def draft_kind(algorithm: Any) -> str:
+    """What the draft is, in SGLang's words."""
+    if algorithm.is_standalone():
+        return "standalone"
+    return "eagle3" if algorithm.is_eagle3() else "eagle"
+
+
+def _store(runner: Any, heads: Heads, **kwargs: Any) -> QueryStore:
+    rank, size, _ = compat.tensor_parallel(runner)
+    num_heads = runner.model_config.num_attention_heads
+    return QueryStore(
+        heads.shard(rank, size, num_heads),
+        num_heads // size,
+        runner.model_config.head_dim,
+        num_slots=runner.req_to_token_pool.req_to_token.shape[0],
+        max_batch=compat.max_batch_size(runner),
+        dtype=runner.dtype,
+        device=runner.device,
+        **kwargs,
+    )
+
+
+def _signal(runner: Any, store: QueryStore, *, shift: int) -> Signal:
+    _, size, reduce = compat.tensor_parallel(runner)
+    model = runner.model_config
+    return Signal(
+        store,
+        [runner.token_to_kv_pool.get_key_buffer(layer) for layer in store.heads.layers],
+        store.heads.kv_heads(model.num_attention_heads // size, model.get_num_kv_heads(size)),
+        _sm_scale(runner, store.heads),
+        shift=shift,
+        reduce=reduce,
+    )
+
+
+def _sm_scale(runner: Any, heads: Heads) -> float:
+    """Scale of q.K in the scoring layers' own attention; some architectures do not use 1/sqrt(head_dim)."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    scales = {m.scaling for m in runner.model.modules() if isinstance(m, RadixAttention) and m.layer_id in heads.layers}
+    if len(scales) > 1:
+        raise ValueError(f"the scoring layers {heads.layers} scale attention differently ({scales}); choose others")
+    return float(scales.pop()) if scales else 1.0

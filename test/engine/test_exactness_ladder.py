@@ -1,0 +1,74 @@
+"""A budget of at least the context gives the tokens of dense speculation and of no speculation, in every mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from launch import TREE, dustin, plain, stock, tokens
+from scheduler_harness import Engine, in_child
+
+BUDGET = 320
+# Around the budget: the last but one crosses it while it generates, the last one starts beyond it.
+PROMPTS = {str(n): tokens(n, seed=n) for n in (5, 60, 200, BUDGET - 20, BUDGET + 30)}
+NEW_TOKENS = 32
+
+
+def generate(arguments: dict[str, Any], prompts: dict[str, list[int]], new_tokens: int) -> dict[str, Any]:
+    engine = Engine(**arguments)
+    first = engine.generate(prompts, new_tokens)
+    again = engine.generate({f"again {rid}": ids for rid, ids in prompts.items()}, new_tokens)
+    cached = {rid: engine.request(f"again {rid}").cached_tokens for rid in prompts}
+    return dict(first=first, again=list(again.values()), cached=cached, steps=engine.steps, leaked=engine.leaked())
+
+
+@pytest.fixture(scope="module")
+def dense(models: dict[str, str]) -> dict[str, list[int]]:
+    result = in_child(generate, plain(models), PROMPTS, NEW_TOKENS)
+    return result["first"]
+
+
+@pytest.mark.parametrize("kind", ["standalone", "eagle", "eagle3"])
+@pytest.mark.parametrize("shape", [{}, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_dense_budget_gives_dense_tokens(
+    models: dict[str, str], dense: dict[str, list[int]], kind: str, shape: dict[str, int], page_size: int
+) -> None:
+    # Several concurrent requests, a prefill in chunks, and everything once more over the radix cache.
+    arguments = dustin(models, kind, page_size=page_size, chunked_prefill_size=64, **shape)
+    result = in_child(generate, arguments, PROMPTS, NEW_TOKENS, env={"DUSTIN_BUDGET": "4096"})
+    assert result["first"] == dense
+    assert result["again"] == list(dense.values())
+    assert result["cached"]["200"] >= 180 and result["leaked"] == 0
+    assert result["steps"] < 2 * (NEW_TOKENS + 15), "no draft was ever accepted"
+
+
+@pytest.mark.parametrize("kind", ["standalone", "eagle", "eagle3"])
+def test_dense_speculation_of_sglang_agrees_too(
+    models: dict[str, str], dense: dict[str, list[int]], kind: str
+) -> None:
+    for shape in ({}, TREE):
+        result = in_child(generate, stock(models, kind, **shape), PROMPTS, NEW_TOKENS)
+        assert result["first"] == dense
+
+
+@pytest.mark.parametrize("shape", [{}, TREE], ids=["chain", "tree"])
+def test_requests_within_the_budget_are_exact_beside_sparse_ones(
+    models: dict[str, str], dense: dict[str, list[int]], shape: dict[str, int]
+) -> None:
+    result = in_child(
+        generate, dustin(models, **shape), PROMPTS, NEW_TOKENS, env={"DUSTIN_BUDGET": str(BUDGET)}
+    )
+    within = [rid for rid in PROMPTS if len(PROMPTS[rid]) + NEW_TOKENS <= BUDGET]
+    assert len(within) == 3
+    assert {rid: result["first"][rid] for rid in within} == {rid: dense[rid] for rid in within}
+    # Up to the budget the crossing request is dense as well.
+    crossing = str(BUDGET - 20)
+    assert result["first"][crossing][:20] == dense[crossing][:20]
+    assert result["leaked"] == 0
+
+
+def test_the_dense_policy_is_dense_whatever_the_budget(models: dict[str, str], dense: dict[str, list[int]]) -> None:
+    env = {"DUSTIN_BUDGET": "68", "DUSTIN_POLICY": "dense"}
+    result = in_child(generate, dustin(models), PROMPTS, NEW_TOKENS, env=env)
+    assert result["first"] == dense

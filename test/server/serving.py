@@ -1,0 +1,103 @@
+"""A real SGLang server on the CPU in a process group of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import requests
+from prometheus_client.parser import text_string_to_metric_families
+
+START_SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Server:
+    """Address and log of a running server."""
+
+    url: str
+    log: Path
+
+    def metrics(self) -> dict[str, float]:
+        """Samples of ``/metrics``, summed over their labels except `source`."""
+        text = requests.get(f"{self.url}/metrics", timeout=30).text
+        samples: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                source = sample.labels.get("source")
+                name = f"{sample.name}[{source}]" if source else sample.name
+                samples[name] = samples.get(name, 0.0) + sample.value
+        return samples
+
+    def generate(self, prompt: str, new_tokens: int, **sampling: object) -> dict:
+        """Greedy text of SGLang's own ``/generate``."""
+        body = dict(text=prompt, sampling_params=dict(temperature=0, max_new_tokens=new_tokens, **sampling))
+        response = requests.post(f"{self.url}/generate", json=body, timeout=120)
+        response.raise_for_status()
+        return response.json()
+
+
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def command(*arguments: str, module: str = "sglang.launch_server", port: int) -> list[str]:
+    """The command line of a CPU server; small pools, so that a test machine holds several."""
+    common = ["--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.3", "--host", "127.0.0.1"]
+    return [sys.executable, "-m", "dustin_sglang.cpu", *module.split(), *arguments, *common, "--port", str(port)]
+
+
+@contextlib.contextmanager
+def serve(*arguments: str, module: str = "sglang.launch_server", env: dict[str, str] | None = None) -> Iterator[Server]:
+    """Start a server, wait until it answers, kill its process tree at the end."""
+    port = free_port()
+    log = Path(tempfile.mkstemp(prefix="dustin-server-", suffix=".log")[1])
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command(*arguments, module=module, port=port),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | (env or {}),
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_ready(url, process, log)
+        yield Server(url, log)
+    finally:
+        kill_tree(process.pid)
+
+
+def wait_until_ready(url: str, process: subprocess.Popen, log: Path) -> None:
+    """Return when the server answers; fail with the end of its log when it does not."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        with contextlib.suppress(requests.RequestException):
+            if requests.get(f"{url}/health_generate", timeout=30).ok:
+                return
+        time.sleep(0.5)
+    raise RuntimeError(f"the server did not start (exit code {process.poll()}):\n{log.read_text()[-4000:]}")
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all that it started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(pid)
+        for process in [*parent.children(recursive=True), parent]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        parent.wait(30)

@@ -1,0 +1,58 @@
+"""Settings: defaults, variables, flags, and what a bad value says."""
+
+import argparse
+
+import pytest
+
+from dustin_sglang.config import ConfigError, DustinConfig, add_flags, flags_to_env
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    assert DustinConfig.from_env({}) == DustinConfig(512, 4, 64, None, "auto", "hybrid", "exact")
+
+
+def test_variables_set_every_field() -> None:
+    env = {
+        "DUSTIN_BUDGET": "256",
+        "DUSTIN_SINKS": "2",
+        "DUSTIN_WINDOW": "16",
+        "DUSTIN_LOOKAHEAD_SHARE": "0.75",
+        "DUSTIN_PROFILE": "pair.json",
+        "DUSTIN_POLICY": "history",
+        "DUSTIN_RADIX": "shared",
+    }
+    assert DustinConfig.from_env(env) == DustinConfig(256, 2, 16, 0.75, "pair.json", "history", "shared")
+
+
+@pytest.mark.parametrize(
+    "name, value, flag, allowed",
+    [
+        ("BUDGET", "0", "--dustin-budget", "at least 1"),
+        ("BUDGET", "many", "--dustin-budget", "an integer of at least 1"),
+        ("SINKS", "-1", "--dustin-sinks", "at least 0"),
+        ("WINDOW", "-5", "--dustin-window", "at least 0"),
+        ("LOOKAHEAD_SHARE", "1.5", "--dustin-lookahead-share", "from 0 to 1"),
+        ("LOOKAHEAD_SHARE", "nan", "--dustin-lookahead-share", "from 0 to 1"),
+        ("POLICY", "best", "--dustin-policy", "hybrid"),
+        ("RADIX", "yes", "--dustin-radix", "exact, shared"),
+    ],
+)
+def test_a_bad_value_names_flag_value_and_range(name: str, value: str, flag: str, allowed: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        DustinConfig.from_env({f"DUSTIN_{name}": value})
+    message = str(error.value)
+    assert flag in message and value in message and allowed in message
+
+
+def test_protected_positions_must_fit_in_the_budget() -> None:
+    with pytest.raises(ConfigError, match="--dustin-window 64 do not fit in --dustin-budget 60"):
+        DustinConfig.from_env({"DUSTIN_BUDGET": "60"})
+
+
+def test_flags_go_to_the_variables_and_absent_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUSTIN_WINDOW", "32")
+    monkeypatch.setenv("DUSTIN_BUDGET", "99")
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    flags_to_env(parser.parse_args(["--dustin-budget", "128", "--dustin-policy", "lookahead"]))
+    assert DustinConfig.from_env() == DustinConfig(budget=128, window=32, policy="lookahead")
