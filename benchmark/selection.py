@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
+
 from dustin_kernels import score_positions, select_positions, write_slots
 
 L2_FLUSH_BYTES = 256 * 2**20

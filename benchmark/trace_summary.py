@@ -44,7 +44,9 @@ def summarise_trace(path: Path) -> dict[str, Any]:
                 syncs[name] += 1
     verified = sum(count for name, count in names.items() if "VerifyTreeGreedy" in name)
     steps = max(1, verified or names["cudaGraphLaunch"])
-    launches = names["cudaLaunchKernel"] + names["cudaLaunchKernelExC"] + names["cuLaunchKernelEx"] + names["cuLaunchKernel"]
+    launches = (
+        names["cudaLaunchKernel"] + names["cudaLaunchKernelExC"] + names["cuLaunchKernelEx"] + names["cuLaunchKernel"]
+    )
     return dict(
         steps=steps,
         gpu_us={kind: round(total / steps, 1) for kind, total in sorted(time_by_kind.items())},

@@ -1,4 +1,4 @@
-"""Every test runs on SGLang's CPU engine unless it needs a GPU; the environment must say so before SGLang is imported."""
+"""Tests run on SGLang's CPU engine unless they need a GPU; the environment must say so before SGLang is imported."""
 
 import os
 

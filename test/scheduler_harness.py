@@ -141,7 +141,9 @@ class Engine:
 
         scheduler = self.scheduler
         with torch.no_grad():
-            plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
+            plan = scheduler.get_next_batch_to_run(
+                running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+            )
             scheduler.running_batch = plan.running_batch
             batch = plan.batch_to_run
             if batch:

@@ -28,7 +28,9 @@ class TappedDraft:
 
     def init_attention_backend(self: Any) -> None:
         """Create the draft's attention backends, tapped; otherwise as SGLang does."""
-        factory = devices.draft_backend_factory(self.server_args, self.draft_runner, self.topk, self.speculative_num_steps)
+        factory = devices.draft_backend_factory(
+            self.server_args, self.draft_runner, self.topk, self.speculative_num_steps
+        )
         self.draft_attn_backend = factory.create_decode_backend()
         self.draft_extend_attn_backend = factory.create_draft_extend_backend()
         self.draft_runner.draft_attn_backend = self.draft_attn_backend

@@ -74,8 +74,8 @@ class Profile:
                     raise ProfileError(f"profile {self.name}: {what} layer {layer} is not in 0..{shape.layers - 1}")
                 if not chosen or min(chosen) < 0 or max(chosen) >= shape.heads or len(set(chosen)) != len(chosen):
                     raise ProfileError(
-                        f"profile {self.name}: {what} heads {list(chosen)} of layer {layer} must be distinct numbers in "
-                        f"0..{shape.heads - 1}"
+                        f"profile {self.name}: {what} heads {list(chosen)} of layer {layer} must be distinct numbers "
+                        f"in 0..{shape.heads - 1}"
                     )
         if not 0.0 <= self.lookahead_share <= 1.0:
             raise ProfileError(f"profile {self.name}: lookahead_share {self.lookahead_share} is not in 0..1")

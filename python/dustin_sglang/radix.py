@@ -120,4 +120,3 @@ def create_dustin_radix_cache(ctx: TreeCacheBuildContext) -> Any:
     if ctx.disable_radix_cache:
         return default_radix_cache_factory(ctx)
     return DustinRadixCache(ctx.params, share_approximate=DustinConfig.from_env().radix == "shared")
-

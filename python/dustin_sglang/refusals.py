@@ -67,7 +67,8 @@ def _memory(view: Any) -> Iterator[str]:
         yield f"it selects its own radix cache; remove --radix-cache-backend {view.radix_cache_backend}"
     if "fp" in view.kv_cache_dtype:
         yield (
-            f"--kv-cache-dtype {view.kv_cache_dtype} is not supported: scoring reads keys of the model's own type; use auto"
+            f"--kv-cache-dtype {view.kv_cache_dtype} is not supported: scoring reads keys of the model's own type; "
+            "use auto"
         )
 
 

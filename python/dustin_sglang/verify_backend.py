@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from dustin_kernels import pack_tree_mask, write_slots
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from sglang.srt.layers.attention.flashinfer_backend import (
     FlashInferAttnBackend,
@@ -24,6 +23,7 @@ from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
+from dustin_kernels import pack_tree_mask, write_slots
 from dustin_sglang.tap import DecodeTap, ExtendTap
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ class DustinFlashInferBackend(ExtendTap, FlashInferAttnBackend):
 
     # -- CUDA graphs ---------------------------------------------------------------------------------------------
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, kv_indices_buf: torch.Tensor | None = None) -> None:
+    def init_cuda_graph_state(
+        self, max_bs: int, max_num_tokens: int, kv_indices_buf: torch.Tensor | None = None
+    ) -> None:
         """Allocate the buffers that captured verifications read."""
         if kv_indices_buf is None:
             width = max_bs * (self._list_width + self._g)

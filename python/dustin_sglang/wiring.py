@@ -64,8 +64,13 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
     ------
     ProfileError
         A profile that does not fit the models.
+    ValueError
+        A KV cache of another type than its model.
     """
     draft_runner = draft_worker.draft_runner
+    for role, runner in (("target", target_runner), ("draft", draft_runner)):
+        if runner.kv_cache_dtype != runner.dtype:
+            raise ValueError(f"the {role}'s KV cache is {runner.kv_cache_dtype}, but the model is {runner.dtype}")
     draft, target = model_shape(draft_runner.model_config), model_shape(target_runner.model_config)
     profile = auto_profile(draft, target) if config.profile == "auto" else load_profile(config.profile, draft, target)
     width = draft_worker.speculative_num_draft_tokens

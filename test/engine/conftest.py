@@ -20,4 +20,3 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "eagle3": write_eagle3(root / "eagle3", TARGET),
     }
     return {name: str(folder) for name, folder in folders.items()}
-

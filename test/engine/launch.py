@@ -21,7 +21,9 @@ def plain(models: dict[str, str], **changes: Any) -> dict[str, Any]:
 
 def stock(models: dict[str, str], kind: str, **changes: Any) -> dict[str, Any]:
     """SGLang's own dense speculation with a draft of `kind`."""
-    return plain(models) | dict(speculative_algorithm=kind, speculative_draft_model_path=models[kind], **CHAIN) | changes
+    return (
+        plain(models) | dict(speculative_algorithm=kind, speculative_draft_model_path=models[kind], **CHAIN) | changes
+    )
 
 
 def dustin(models: dict[str, str], kind: str = "standalone", **changes: Any) -> dict[str, Any]:

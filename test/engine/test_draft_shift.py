@@ -74,7 +74,11 @@ def write_marker_model(folder: Path) -> str:
 
 def generate(model: str, shift: int) -> dict[str, object]:
     engine = Engine(
-        model_path=model, speculative_algorithm="dustin", speculative_draft_model_path=model, max_total_tokens=512, **CHAIN
+        model_path=model,
+        speculative_algorithm="dustin",
+        speculative_draft_model_path=model,
+        max_total_tokens=512,
+        **CHAIN,
     )
     selector, lists = engine.worker._wiring.selector, []
     selector._lookahead._shift = shift

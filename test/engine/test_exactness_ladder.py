@@ -44,9 +44,7 @@ def test_dense_budget_gives_dense_tokens(
 
 
 @pytest.mark.parametrize("kind", ["standalone", "eagle", "eagle3"])
-def test_dense_speculation_of_sglang_agrees_too(
-    models: dict[str, str], dense: dict[str, list[int]], kind: str
-) -> None:
+def test_dense_speculation_of_sglang_agrees_too(models: dict[str, str], dense: dict[str, list[int]], kind: str) -> None:
     for shape in ({}, TREE):
         result = in_child(generate, stock(models, kind, **shape), PROMPTS, NEW_TOKENS)
         assert result["first"] == dense
@@ -56,9 +54,7 @@ def test_dense_speculation_of_sglang_agrees_too(
 def test_requests_within_the_budget_are_exact_beside_sparse_ones(
     models: dict[str, str], dense: dict[str, list[int]], shape: dict[str, int]
 ) -> None:
-    result = in_child(
-        generate, dustin(models, **shape), PROMPTS, NEW_TOKENS, env={"DUSTIN_BUDGET": str(BUDGET)}
-    )
+    result = in_child(generate, dustin(models, **shape), PROMPTS, NEW_TOKENS, env={"DUSTIN_BUDGET": str(BUDGET)})
     within = [rid for rid in PROMPTS if len(PROMPTS[rid]) + NEW_TOKENS <= BUDGET]
     assert len(within) == 3
     assert {rid: result["first"][rid] for rid in within} == {rid: dense[rid] for rid in within}

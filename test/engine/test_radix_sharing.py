@@ -104,9 +104,7 @@ def test_retracted_requests_come_back_right(models: dict[str, str], page_size: i
     assert result["retracted"] and result["leaked"] == 0
     rid = result["retracted"][0]
     roomy = dustin(models, **shape)
-    assert result["answers"][rid] == in_child(
-        alone, roomy, result["prompts"][rid], 100, env={"DUSTIN_BUDGET": "4096"}
-    )
+    assert result["answers"][rid] == in_child(alone, roomy, result["prompts"][rid], 100, env={"DUSTIN_BUDGET": "4096"})
 
 
 def test_sparse_requests_survive_retraction_without_a_leak(models: dict[str, str]) -> None:

@@ -14,7 +14,7 @@ NEW_TOKENS = 16
 
 
 def run(arguments: dict[str, Any], poison: str) -> dict[str, Any]:
-    """Generate while K and V of the target are NaN during each verification: at every unlisted slot or at one listed one.
+    """Generate while K and V of the target are NaN during each verification: at all unlisted slots or at a listed one.
 
     Selection comes first and may read K anywhere; it is over when the verification starts. Afterwards the pools are
     restored, since a later list may name what this one left out.

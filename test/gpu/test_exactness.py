@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-engines = pytest.importorskip("test.gpu.engines", reason="needs SGLang with CUDA")
+engines = pytest.importorskip("engines", reason="needs SGLang with CUDA", exc_type=ImportError)
 pytestmark = pytest.mark.gpu
 
 # bf16 keeps 8 bits of mantissa: logits of about 16 are 1/16 apart, and a sum over layers moves them by a few steps.

@@ -12,6 +12,7 @@ import os
 
 import pytest
 import torch
+
 from dustin_kernels import pack_tree_mask, score_positions, select_positions, write_slots
 
 pytestmark = [

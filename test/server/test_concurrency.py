@@ -21,7 +21,9 @@ def idle(server: Server) -> dict[str, float]:
     server.generate(words(4), 1)  # gauges are written with a batch
     requests.post(f"{server.url}/flush_cache", timeout=30)
     info = requests.get(f"{server.url}/server_info", timeout=30).json()
-    return info["internal_states"][0]["memory_usage"] | {"load": requests.get(f"{server.url}/get_load").json()[0]["num_tokens"]}
+    return info["internal_states"][0]["memory_usage"] | {
+        "load": requests.get(f"{server.url}/get_load").json()[0]["num_tokens"]
+    }
 
 
 def test_clients_beside_each_other_get_what_they_get_alone(server: Server) -> None:

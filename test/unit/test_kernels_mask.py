@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
+
 from dustin_kernels import mask, pack_tree_mask
 
 BACKENDS = [

@@ -6,6 +6,7 @@ import os
 import numpy as np
 import pytest
 import torch
+
 from dustin_kernels import score, score_positions
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -5,9 +5,10 @@ import os
 
 import pytest
 import torch
-from dustin_kernels import select, select_positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from dustin_kernels import select, select_positions
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = [

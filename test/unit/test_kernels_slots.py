@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+
 from dustin_kernels import slots, write_slots
 
 BACKENDS = [

@@ -84,7 +84,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("changes, message", REFUSED, ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "")
+@pytest.mark.parametrize(
+    "changes, message", REFUSED, ids=lambda value: next(iter(value), "") if isinstance(value, dict) else ""
+)
 def test_refused_with_what_to_do_instead(models: dict[str, str], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         arguments(models, **changes)
@@ -107,7 +109,7 @@ def test_refused_environment(
 
 
 def test_refused_where_sglang_itself_refuses_earlier_on_the_cpu() -> None:
-    """fp4 KV and deterministic inference never get as far as our rules without a GPU, so the rules are asked directly."""
+    """fp4 KV and deterministic inference get no further than SGLang without a GPU, so the rules are asked directly."""
     fp4 = SimpleNamespace(
         enable_hierarchical_cache=False,
         enable_lmcache=False,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from dustin_kernels import score_positions
 
+from dustin_kernels import score_positions
 from dustin_sglang.selection.state import QueryStore
 
 
