@@ -61,18 +61,20 @@ class Engine:
 
     Parameters
     ----------
+    threads
+        Threads of torch.
     kwargs
         SGLang's server arguments.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, threads: int = 1, **kwargs: Any) -> None:
         import torch
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.plugins import load_plugins
         from sglang.srt.runtime_context import publish
         from sglang.srt.server_args import PortArgs, ServerArgs
 
-        torch.set_num_threads(1)
+        torch.set_num_threads(threads)  # barriers of several threads cost tiny models more than they save
         load_plugins()
         defaults: dict[str, Any] = dict(
             device="cpu",

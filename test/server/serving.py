@@ -69,7 +69,7 @@ def serve(*arguments: str, module: str = "sglang.launch_server", env: dict[str, 
             command(*arguments, module=module, port=port),
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | (env or {}),
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),  # barriers cost tiny models most
             start_new_session=True,
         )
     url = f"http://127.0.0.1:{port}"

@@ -71,7 +71,7 @@ def test_two_engines_of_different_kinds_in_one_process(tiny: dict[str, str], tmp
         capture_output=True,
         text=True,
         timeout=240,
-        env=os.environ | {"DUSTIN_BUDGET": "4096"},
+        env=os.environ | {"DUSTIN_BUDGET": "4096", "OMP_NUM_THREADS": "1"},
     )
     lines = [line for line in run.stdout.splitlines() if line.startswith("TOKENS")]
     assert len(lines) == 2 and lines[0] == lines[1], run.stderr[-3000:]
