@@ -7,24 +7,42 @@ divergence is checked, and printed.
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
+
+from dustin_sglang.demo.case import load_case
 
 engines = pytest.importorskip("engines", reason="needs SGLang with CUDA", exc_type=ImportError)
 pytestmark = pytest.mark.gpu
 
-# bf16 keeps 8 bits of mantissa: logits of about 16 are 1/16 apart, and a sum over layers moves them by a few steps.
-NEAR_TIE = 0.25
+# bf16 keeps 8 bits of mantissa: logits of 32 to 64, as random prompts give, are 1/4 apart. Two such steps are a tie.
+NEAR_TIE = 0.5
 NEW_TOKENS = 48
 EXACT = {"DUSTIN_BUDGET": "8192"}
 
 
 def prompts() -> list[list[int]]:
-    """Mixed lengths; five requests, between the captured batch sizes 4 and 8."""
+    """Mixed lengths, the last a real text of 6,000 tokens with a question about it."""
     draw = random.Random(7)
-    return [[draw.randrange(1000, 40000) for _ in range(n)] for n in (33, 300, 511, 1200, 2500)]
+    return [[draw.randrange(1000, 40000) for _ in range(n)] for n in (33, 300, 511, 1200, 2500)] + [real_prompt()]
+
+
+def real_prompt() -> list[int]:
+    """The demo's chapter, then its beginning again, and the demo's question."""
+    case = load_case()
+    text = tokenizer().encode(case.document)
+    long_text = tokenizer().decode(text + text[: 6000 - len(text)])
+    messages = [{"role": "user", "content": f"{long_text}\n\n{case.question}"}]
+    return tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(engines.MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +88,14 @@ def test_tree_agrees_with_the_chain(kwargs: dict[str, Any], dense: list[dict[str
         check("tree", engines.greedy(running, prompts(), NEW_TOKENS), dense)
 
 
-def test_sparse_run_stays_close_to_dense(dense: list[dict[str, Any]]) -> None:
-    """2,500 tokens under a budget of 512: other tokens may come, but the run is sane and drafts are accepted."""
+def test_sparse_run_at_6k(dense: list[dict[str, Any]]) -> None:
+    """A budget of 512: other tokens may come, but short requests stay exact and the long one is answered as densely."""
     with engines.engine("dustin", env={"DUSTIN_BUDGET": "512"}) as running:
         got = engines.greedy(running, prompts(), NEW_TOKENS)
     short = [i for i, p in enumerate(prompts()) if len(p) + NEW_TOKENS <= 512]
     check("under the budget", [got[i] for i in short], [dense[i] for i in short])
-    assert all(len(g["ids"]) == NEW_TOKENS for g in got)
+    for name, result in (("dense", dense[-1]), ("512 of 6,000", got[-1])):
+        answer = tokenizer().decode(result["ids"], skip_special_tokens=True)
+        print(f"{name}: accept length {result['accept_length']:.2f}, answer {answer!r}")
+        assert load_case().expected in answer
+    assert all(len(g["ids"]) == NEW_TOKENS and g["accept_length"] > 1 for g in got)
