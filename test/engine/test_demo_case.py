@@ -66,5 +66,6 @@ def test_who_finds_the_phrase(outcome: dict[str, Any], policy: str, found: bool)
 
 
 def test_the_later_policies_reused_the_exact_prompt(outcome: dict[str, Any]) -> None:
-    prompt = len(outcome["prompt"])
-    assert outcome["cached"] == {"hybrid": 0, "dense": prompt - 1, "streaming": prompt - 1}
+    # SGLang leaves the last token to be prefilled, and a bigram key covers one token less.
+    reused = len(outcome["prompt"]) - 2
+    assert outcome["cached"] == {"hybrid": 0, "dense": reused, "streaming": reused}

@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> None:
         answer=sparse.text,
         dense_answer=dense.text,
         expected=case.expected,
-        found=None if case.expected is None else case.expected in sparse.text,
+        found=None if case.expected is None else all(case.expected in answer.text for answer in (sparse, dense)),
         first_divergence=first_divergence(*ids),
         seconds=round(time.monotonic() - start, 1),
     )
