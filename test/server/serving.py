@@ -56,6 +56,7 @@ def free_port() -> int:
 def command(*arguments: str, module: str = "sglang.launch_server", port: int) -> list[str]:
     """The command line of a CPU server; small pools, so that a test machine holds several."""
     common = ["--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.3", "--host", "127.0.0.1"]
+    common.append("--sleep-on-idle")  # SGLang polls otherwise, and an idle server takes a core from its tests
     return [sys.executable, "-m", "dustin_sglang.cpu", *module.split(), *arguments, *common, "--port", str(port)]
 
 

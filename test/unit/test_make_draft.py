@@ -94,7 +94,7 @@ def test_keeps_dtype_and_copies_the_tokenizer(tmp_path: Path) -> None:
     source = load_file(tmp_path / "target/model.safetensors")
     out = make_draft(tmp_path / "target", 1, tmp_path / "draft")
     kept = load_file(out / "model.safetensors")
-    assert kept["model.norm.weight"].dtype == source["model.norm.weight"].dtype
+    assert kept["model.norm.weight"].dtype == source["model.norm.weight"].dtype == torch.bfloat16
     assert all(torch.equal(tensor, source[name]) for name, tensor in kept.items())
     assert (out / "tokenizer.json").read_text() == '{"a": 1}'
     assert (out / "chat_template.jinja").exists()

@@ -215,5 +215,5 @@ def launch_command(device: str, model: str, draft: str, budget: int, policy: str
     if device != "cpu":
         return [sys.executable, "-m", "sglang.launch_server", *common, "--disable-prefill-cuda-graph"]
     tokens = str(-(-2 * context // 1024) * 1024)
-    options = ["--dtype", "float32", "--max-total-tokens", tokens, "--max-running-requests", "8"]
+    options = ["--dtype", "float32", "--max-total-tokens", tokens, "--max-running-requests", "8", "--sleep-on-idle"]
     return [sys.executable, "-m", "dustin_sglang.cpu", "sglang.launch_server", *common, *options]
