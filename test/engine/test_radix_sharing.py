@@ -59,6 +59,13 @@ def test_shared_mode_reuses_everything(models: dict[str, str]) -> None:
     assert result["cached"] == len(FIRST) + REPLY - 2 and result["leaked"] == 0
 
 
+def test_it_works_without_a_radix_cache(models: dict[str, str]) -> None:
+    env = {"DUSTIN_BUDGET": "80"}
+    result = in_child(two_turns, dustin(models, disable_radix_cache=True), env=env)
+    assert result["cached"] == 0 and result["leaked"] == 0
+    assert result["reply"] == in_child(alone, dustin(models), result["second"], REPLY, env=env)
+
+
 def shared_prefix(arguments: dict[str, Any]) -> dict[str, Any]:
     """Two requests with a common prefix, one after the other, and their lists."""
     engine = Engine(**arguments)

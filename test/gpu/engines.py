@@ -10,7 +10,7 @@ from typing import Any
 import sglang as sgl
 
 MODEL = os.environ.get("DUSTIN_TEST_MODEL", ".models/smollm2")
-DRAFT = os.environ.get("DUSTIN_TEST_DRAFT", ".models/smollm2-draft-26")
+DRAFT = os.environ.get("DUSTIN_TEST_DRAFT", ".models/smollm2-draft26")
 
 
 @contextlib.contextmanager
