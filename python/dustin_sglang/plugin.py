@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from typing import Any
@@ -23,6 +24,8 @@ def register() -> None:
     try:
         from dustin_sglang import compat
 
+        # First: without the flags a command line that has one would end in argparse, before the reason is raised.
+        _register_flags()
         compat.check_version()
         _register()
     except Exception as error:
@@ -30,12 +33,22 @@ def register() -> None:
         SpeculativeAlgorithm.register("DUSTIN", spec_class=_broken(error))(lambda server_args: None)
 
 
+@functools.cache  # argparse refuses a flag that is added twice
+def _register_flags() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from dustin_sglang import config
+
+    arguments = "sglang.srt.server_args.ServerArgs"
+    HookRegistry.register(f"{arguments}.add_cli_args", lambda result, parser: config.add_flags(parser), HookType.AFTER)
+    HookRegistry.register(f"{arguments}.from_cli_args", _from_cli_args, HookType.AROUND)
+
+
 def _register() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from dustin_sglang import algorithm, config
+    from dustin_sglang import algorithm
 
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         from dustin_sglang.cpu.install import install
@@ -43,9 +56,6 @@ def _register() -> None:
         install()
     register_radix_cache_backend(algorithm.RADIX_CACHE, _radix_cache)
     _wrap_attention_backend()
-    arguments = "sglang.srt.server_args.ServerArgs"
-    HookRegistry.register(f"{arguments}.add_cli_args", lambda result, parser: config.add_flags(parser), HookType.AFTER)
-    HookRegistry.register(f"{arguments}.from_cli_args", _from_cli_args, HookType.AROUND)
     SpeculativeAlgorithm.register(
         algorithm.NAME,
         supports_overlap=True,

@@ -96,14 +96,7 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
         lookahead=_signal(draft_runner, draft_store, shift=1),
         history=_signal(target_runner, target_store, shift=0),
     )
-    return Wiring(selector, target_backend, target_store, profile, draft_kind(draft_runner.spec_algorithm))
-
-
-def draft_kind(algorithm: Any) -> str:
-    """What the draft is, in SGLang's words."""
-    if algorithm.is_standalone():
-        return "standalone"
-    return "eagle3" if algorithm.is_eagle3() else "eagle"
+    return Wiring(selector, target_backend, target_store, profile, draft_runner.spec_algorithm.kind.value)
 
 
 def _store(runner: Any, heads: Heads, **kwargs: Any) -> QueryStore:

@@ -19,8 +19,11 @@ from dustin_sglang.demo.case import load_case
 engines = pytest.importorskip("engines", reason="needs SGLang with CUDA", exc_type=ImportError)
 pytestmark = pytest.mark.gpu
 
-# bf16 keeps 8 bits of mantissa: logits of 32 to 64, as random prompts give, are 1/4 apart. Two such steps are a tie.
-NEAR_TIE = 0.5
+# bf16 keeps 8 bits of mantissa: logits of about 16 are 1/16 apart, and a sum over layers moves them by a few steps.
+NEAR_TIE = 0.25
+# SGLang's own dense speculation against no speculation, none of our code: in the recorded runs one request parts at a
+# gap of exactly 0.5 nats. This bound was set after that was seen, so it watches for worse and explains nothing.
+STOCK_TIE = 0.5
 NEW_TOKENS = 48
 EXACT = {"DUSTIN_BUDGET": "8192"}
 
@@ -51,20 +54,21 @@ def dense() -> list[dict[str, Any]]:
         return engines.greedy(running, prompts(), NEW_TOKENS)
 
 
-def check(name: str, got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
+def check(name: str, got: list[dict[str, Any]], want: list[dict[str, Any]], stock: bool = False) -> None:
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         at = next((j for j, (x, y) in enumerate(zip(a["ids"], b["ids"], strict=True)) if x != y), None)
         print(f"{name} request {i}: accept length {a['accept_length']:.2f}, first divergence {at}", end="")
         if at is not None:
             print(f", gap {b['gaps'][at]:.4f}", end="")
-            assert b["gaps"][at] <= NEAR_TIE, f"{name} request {i} parts at token {at}, which was no tie"
+            gap = b["gaps"][at]
+            assert gap <= STOCK_TIE if stock else gap < NEAR_TIE, f"{name} request {i} parts at token {at}: no tie"
         print()
 
 
 def test_dense_speculation_agrees_with_none(dense: list[dict[str, Any]]) -> None:
     with engines.engine(None) as running:
         plain = [g | {"accept_length": 1.0} for g in engines.greedy(running, prompts(), NEW_TOKENS)]
-    check("no speculation", plain, dense)
+    check("no speculation", plain, dense, stock=True)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def test_protected_positions_must_fit_in_the_budget() -> None:
 def test_flags_go_to_the_variables_and_absent_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DUSTIN_WINDOW", "32")
     monkeypatch.setenv("DUSTIN_BUDGET", "99")
+    monkeypatch.setenv("DUSTIN_POLICY", "hybrid")  # set here, so that what the flags write is undone after the test
     parser = argparse.ArgumentParser()
     add_flags(parser)
     flags_to_env(parser.parse_args(["--dustin-budget", "128", "--dustin-policy", "lookahead"]))

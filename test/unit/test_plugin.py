@@ -66,3 +66,15 @@ def test_the_kind_of_draft_decides_what_the_algorithm_is(
     algorithm = SpeculativeAlgorithm.from_string("dustin")
     assert (algorithm.is_eagle(), algorithm.is_eagle3(), algorithm.is_standalone()) == (eagle, eagle3, standalone)
     assert algorithm.carries_draft_hidden_states() is eagle and algorithm.need_topk()
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_a_failure_is_not_hidden_behind_unknown_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a --dustin-* flag on the command line, argparse must not end the program before the reason is raised."""
+    order: list[str] = []
+    monkeypatch.setattr(plugin, "_register_flags", lambda: order.append("flags"))
+    monkeypatch.setattr(
+        compat, "check_version", lambda: order.append("version") or (_ for _ in ()).throw(RuntimeError())
+    )
+    plugin.register()
+    assert order == ["flags", "version"]
