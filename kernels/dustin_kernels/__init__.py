@@ -6,10 +6,11 @@ kernels run on CPU tensors. Nothing here waits for the device or copies to it, e
 `score_positions` call.
 """
 
+from dustin_kernels.attend import attend_slots
 from dustin_kernels.mask import pack_tree_mask
 from dustin_kernels.reference import Backend
 from dustin_kernels.score import score_positions
 from dustin_kernels.select import select_positions
 from dustin_kernels.slots import write_slots
 
-__all__ = ["Backend", "pack_tree_mask", "score_positions", "select_positions", "write_slots"]
+__all__ = ["Backend", "attend_slots", "pack_tree_mask", "score_positions", "select_positions", "write_slots"]

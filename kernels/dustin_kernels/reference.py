@@ -159,3 +159,42 @@ def pack_tree_mask(
         bits = torch.cat([prefix, trees[b]], dim=1).flatten().int()
         bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
         out[start : start + bits.shape[0]] = (bits * weights).sum(1).to(torch.uint8)
+
+
+def attend_slots(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    rows: int,
+    sm_scale: float,
+    *,
+    max_kv_len: int,
+    tree_mask: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Reference of `dustin_kernels.attend_slots`."""
+    if out is None:
+        out = torch.empty_like(q)
+    heads, head_dim = q.shape[1:]
+    kv_heads = k_cache.shape[1]
+    starts = kv_indptr.tolist()
+    for b in range(len(starts) - 1):
+        own = slice(b * rows, (b + 1) * rows)
+        slots = kv_indices[starts[b] : starts[b + 1]][:max_kv_len].long()
+        n = slots.numel()
+        if n < rows:
+            out[own] = 0
+            continue
+        visible = torch.ones(rows, n, dtype=torch.bool, device=q.device)
+        if tree_mask is None:
+            visible[:, n - rows :].tril_()
+        else:
+            visible[:, n - rows :] = tree_mask.view(-1, rows, rows)[b]
+        keys, values = k_cache[slots].float(), v_cache[slots].float()
+        queries = q[own].float().view(rows, kv_heads, heads // kv_heads, head_dim)
+        logits = torch.einsum("rhgd,nhd->hgrn", queries, keys) * sm_scale
+        weights = torch.softmax(logits.masked_fill(~visible, float("-inf")), dim=-1)
+        out[own] = torch.einsum("hgrn,nhd->rhgd", weights, values).reshape(rows, heads, head_dim).to(out.dtype)
+    return out
