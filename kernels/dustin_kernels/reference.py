@@ -182,7 +182,7 @@ def attend_slots(
     starts = kv_indptr.tolist()
     for b in range(len(starts) - 1):
         own = slice(b * rows, (b + 1) * rows)
-        slots = kv_indices[starts[b] : starts[b + 1]][:max_kv_len].long()
+        slots = kv_indices[starts[b] : starts[b + 1]].long()
         n = slots.numel()
         if n < rows:
             out[own] = 0

@@ -1,0 +1,185 @@
+"""attend_slots: the kernel (interpreted) and its reference against a float64 computation, row by row."""
+
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from dustin_kernels import attend, attend_slots
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BACKENDS = [
+    "reference",
+    pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")),
+]
+CAUSAL, TREE = "causal", "tree"
+
+
+class Case:
+    """Random inputs; every slot that no list holds is NaN in both pools."""
+
+    def __init__(
+        self, kv_lens, *, rows=3, heads=4, kv_heads=2, head_dim=16, mask=CAUSAL, dtype=torch.float32, device="cpu",
+        seed=0,
+    ):  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+        bs, self.rows, self.scale = len(kv_lens), rows, head_dim**-0.5
+        self.kv_indptr = torch.tensor([0, *np.cumsum(kv_lens)], dtype=torch.int32)
+        num_slots = int(self.kv_indptr[-1]) + 40
+        self.kv_indices = torch.randperm(num_slots, generator=generator)[: num_slots - 40].int()
+        self.q = torch.randn(bs * rows, heads, head_dim, generator=generator).to(dtype)
+        self.k_cache, self.v_cache = torch.randn(2, num_slots, kv_heads, head_dim, generator=generator).to(dtype)
+        unlisted = torch.ones(num_slots, dtype=torch.bool)
+        unlisted[self.kv_indices.long()] = False
+        self.k_cache[unlisted] = self.v_cache[unlisted] = math.nan
+        self.tree_mask, self.max_kv_len = None, max(kv_lens, default=0)
+        if mask == TREE:
+            tree = torch.rand(bs, rows, rows, generator=generator) < 0.5
+            self.tree_mask = (tree.tril() | torch.eye(rows, dtype=torch.bool)).flatten()
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                setattr(self, name, value.to(device))
+
+    def run(self, backend, out=None, requests=None):
+        rows = slice(None) if requests is None else slice(0, requests * self.rows)
+        tree = self.tree_mask
+        if requests is not None and tree is not None:
+            tree = tree[: requests * self.rows**2]
+        indptr = self.kv_indptr if requests is None else self.kv_indptr[: requests + 1]
+        return attend_slots(
+            self.q[rows], self.k_cache, self.v_cache, indptr, self.kv_indices, self.rows, self.scale,
+            max_kv_len=self.max_kv_len, tree_mask=tree, out=out, backend=backend,
+        )  # fmt: skip
+
+    def expected(self):
+        """float64, one row and head at a time."""
+        q, k, v = (x.double().cpu().numpy() for x in (self.q, self.k_cache, self.v_cache))
+        group = q.shape[1] // k.shape[1]
+        result = np.zeros(q.shape)
+        indptr, indices = self.kv_indptr.tolist(), self.kv_indices.cpu().numpy()
+        for b in range(len(indptr) - 1):
+            slots = indices[indptr[b] : indptr[b + 1]]
+            if len(slots) < self.rows:
+                continue
+            for r in range(self.rows):
+                seen = np.arange(len(slots)) <= len(slots) - self.rows + r
+                if self.tree_mask is not None:
+                    seen[len(slots) - self.rows :] = self.tree_mask.view(-1, self.rows, self.rows)[b, r].cpu().numpy()
+                for h in range(q.shape[1]):
+                    own = slots[seen]
+                    logits = k[own, h // group] @ q[b * self.rows + r, h] * self.scale
+                    weights = np.exp(logits - logits.max())
+                    result[b * self.rows + r, h] = weights @ v[own, h // group] / weights.sum()
+        return torch.from_numpy(result)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask", [CAUSAL, TREE])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(rows=1, heads=7, kv_heads=1),
+        dict(rows=5, heads=4, kv_heads=4),
+        dict(rows=5, heads=16, kv_heads=2, head_dim=32),
+        dict(rows=2, heads=2, kv_heads=1, head_dim=20),
+        dict(rows=9, heads=3, kv_heads=1),
+    ],
+    ids=["one row, GQA 7", "MHA", "80 rows a KV head", "odd head_dim", "nine rows"],
+)
+def test_result_is_softmax_attention_over_the_list(backend, mask, shape):
+    case = Case([67, shape["rows"], 130, 16], mask=mask, **shape)
+    torch.testing.assert_close(case.run(backend).double(), case.expected(), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_sixteen_bit_inputs_agree_to_their_accuracy(backend, dtype, tolerance):
+    if backend == "triton" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies bfloat16 bits as integers; test/gpu runs this")
+    case = Case([300, 40], rows=5, heads=8, kv_heads=2, head_dim=64, dtype=dtype)
+    torch.testing.assert_close(case.run(backend).double(), case.expected(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hand_computed_two_slots(backend):
+    """One row, keys orthogonal and along the query: weights 1 / (1 + e) and e / (1 + e)."""
+    q = torch.zeros(1, 1, 16)
+    q[0, 0, 0] = 1.0
+    k_cache, v_cache = torch.zeros(3, 1, 16), torch.zeros(3, 1, 16)
+    k_cache[2, 0, 0] = 1.0
+    v_cache[0, 0, 1], v_cache[2, 0, 2] = 10.0, 20.0
+    indptr, indices = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
+    out = attend_slots(q, k_cache, v_cache, indptr, indices, 1, 1.0, max_kv_len=2, backend=backend)
+    assert out[0, 0, 1].item() == pytest.approx(10 / (1 + math.e))
+    assert out[0, 0, 2].item() == pytest.approx(20 * math.e / (1 + math.e))
+    assert out[0, 0, 3:].abs().max() == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_output_is_overwritten_everywhere_and_short_lists_give_zeros(backend):
+    case = Case([20, 2, 0, 9], rows=3)
+    out = torch.full_like(case.q, math.nan)
+    case.run(backend, out=out)
+    torch.testing.assert_close(out.double(), case.expected(), atol=2e-6, rtol=2e-6)
+    assert (out[3:9] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_pools_and_queries(backend):
+    """Pools that interleave K and V, and queries cut out of a fused projection."""
+    case = Case([50, 33], rows=2, heads=4, kv_heads=2)
+    want = case.expected()
+    both = torch.stack([case.k_cache, case.v_cache], dim=2)
+    case.k_cache, case.v_cache = both[:, :, 0], both[:, :, 1]
+    case.q = torch.cat([case.q, torch.full_like(case.q, math.nan)], dim=1)[:, :4]
+    torch.testing.assert_close(case.run(backend).double(), want, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 16])
+def test_parts_merge_to_the_whole(splits):
+    """However a list is split, also where a part holds nothing or only tokens that a row must not see."""
+    case = Case([111, 5, 64, 3], rows=5, heads=8, kv_heads=2, mask=CAUSAL)
+    out = torch.full_like(case.q, math.nan)
+    for tile in (16, 32):
+        attend._launch(
+            case.q, case.k_cache, case.v_cache, case.kv_indptr, case.kv_indices, None, out, 4, 5, 2, case.scale, 111,
+            tile=tile, block=16, splits=splits,
+        )  # fmt: skip
+        torch.testing.assert_close(out.double(), case.expected(), atol=2e-6, rtol=2e-6)
+    assert (attend._locks(out.device) == 0).all()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_launch_shape_fills_the_gpu_and_no_more():
+    """(bs, KV heads, rows a KV head) at 517 slots on 132 multiprocessors."""
+    assert attend._tile(40, 2, 16 * 8, 132) == 64
+    assert attend._tile(40, 2, 8, 132) == 16
+    assert attend._split(517, 64, 128, 132) == (2, 320)
+    assert attend._split(517, 64, 24, 132) == (9, 64)
+    assert attend._split(517, 64, 1000, 132) == (1, 576)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(rows=0), "rows is 0"),
+        (dict(kv_indptr=torch.zeros(3, dtype=torch.int64)), "kv_indptr is torch.int64"),
+        (dict(kv_indptr=torch.zeros(2, dtype=torch.int32)), "q has 6 rows; it must have 1 \\* 3"),
+        (dict(k_cache=torch.zeros(9, 3, 16)), "v_cache has shape"),
+        (dict(q=torch.zeros(6, 3, 16)), "q has 3 heads; it must be a multiple of the 2 KV heads"),
+        (dict(max_kv_len=-1), "max_kv_len is -1"),
+        (dict(tree_mask=torch.ones(3, dtype=torch.bool)), "tree_mask has shape"),
+        (dict(out=torch.zeros(6, 4, 8)), "out has shape"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    case = Case([12, 10], rows=3)
+    arguments = dict(
+        q=case.q, k_cache=case.k_cache, v_cache=case.v_cache, kv_indptr=case.kv_indptr, kv_indices=case.kv_indices,
+        rows=3, sm_scale=1.0, max_kv_len=12,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        attend_slots(**(arguments | change))
