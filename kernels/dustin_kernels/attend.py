@@ -28,10 +28,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dustin_kernels import reference
+from dustin_kernels.parts import MAX_COUNTERS, part_counters
 from dustin_kernels.reference import Backend, check_tensor, use_triton
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_LOCKS = 1 << 16
 _MAX_SPLITS = 64
 _MAX_TREE_ROWS = 62  # a row's mask is one int64
 _LOG2_E = math.log2(math.e)
@@ -77,7 +77,7 @@ def _merge_parts(
 )
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, kv_indptr_ptr, kv_indices_ptr, tree_mask_ptr, out_ptr,
-    part_out_ptr, part_max_ptr, part_sum_ptr, locks_ptr,
+    part_out_ptr, part_max_ptr, part_sum_ptr, counters_ptr,
     scale, num_slots_per_split, q_row, q_head, k_slot, k_head, v_slot, v_head, out_row, out_head,
     ROWS: tl.constexpr, ROWS_TILE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     BLOCK: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
@@ -148,16 +148,10 @@ def _attend_kernel(
         tl.store(part_max_ptr + rows, largest)
         tl.store(part_sum_ptr + rows, total)
         tl.debug_barrier()  # every thread's stores come before the one thread's atomic
-        if tl.atomic_add(locks_ptr + pair, 1, sem="acq_rel") == SPLITS - 1:
+        if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel") == SPLITS - 1:
             merged = _merge_parts(part_out_ptr, part_max_ptr, part_sum_ptr, pair, SPLITS, PARTS, TILE, D)
             tl.store(to, merged.to(out_ptr.dtype.element_ty), mask=real)
-            tl.store(locks_ptr + pair, 0)
-
-
-@lru_cache(maxsize=16)
-def _locks(device: torch.device) -> Tensor:
-    """Counters of finished parts, 0 between launches; one set a device, since launches follow one another there."""
-    return torch.zeros(_LOCKS, dtype=torch.int32, device=device)
+            tl.store(counters_ptr + pair, 0)
 
 
 @lru_cache(maxsize=16)
@@ -322,7 +316,7 @@ def _launch(
         slots_per_split = triton.cdiv(triton.cdiv(max_kv_len, block), splits) * block
         parts = triton.cdiv(max_kv_len, slots_per_split)
     pairs = bs * kv_heads * tiles
-    if pairs > _LOCKS:
+    if pairs > MAX_COUNTERS:
         parts, slots_per_split = 1, max_kv_len
     workspace = torch.empty(pairs * parts * tile * (d + 2) if parts > 1 else 0, dtype=torch.float32, device=q.device)
     part_out, part_max, part_sum = workspace.split([pairs * parts * tile * n if parts > 1 else 0 for n in (d, 1, 1)])
@@ -330,7 +324,7 @@ def _launch(
     _attend_kernel[(kv_heads * tiles, parts, bs)](
         q, k_cache, v_cache, kv_indptr, kv_indices, nothing if tree_mask is None else tree_mask.view(torch.uint8), out,
         part_out if parts > 1 else nothing, part_max if parts > 1 else nothing, part_sum if parts > 1 else nothing,
-        _locks(q.device) if parts > 1 else nothing,
+        part_counters(q.device, pairs) if parts > 1 else nothing,
         sm_scale * _LOG2_E, slots_per_split,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         out.stride(0), out.stride(1),

@@ -15,11 +15,13 @@ stay on the chip.
 
 Here
 ----
-Three launches: (1) maximum and sum of exponentials of each block and query row; (2) their combination over a request's
-blocks; (3) normalise and sum. Launch (3) needs the logits again: either (1) stores them in float32 (8 bytes a query
-row and position, written and read), or (3) multiplies again and reads K twice. Whichever moves fewer bytes is taken.
-That depends on M, D and the dtype only, never on the batch, so a request's scores have the same bits alone and in any
-batch. M is padded to tiles of 16, 32 or 64, and a KV head with fewer query heads than others to as many as they have.
+Two launches. (1) Maximum and sum of exponentials of each chunk of the context and query row; the program that finishes
+a KV head's last chunk combines them. (2) Normalise and sum. Launch (2) needs the logits again: either (1) stores them
+in float32 (8 bytes a query row and position, written and read), or (2) multiplies again and reads K twice; it starts
+with what (1) read last, part of which is still in L2. Whichever moves fewer bytes is taken. That depends on M, D and
+the dtype only, never on the batch, so a request's scores have the same bits alone and in any batch. M is padded to a
+tile of 16, 32 or 64, and a KV head with fewer query heads than others to as many as they have. Four warps hold 16 rows
+of a full tile each, so its running maximum costs no exchange between warps.
 """
 
 import math
@@ -33,11 +35,12 @@ import triton.language as tl
 from torch import Tensor
 
 from dustin_kernels import reference
+from dustin_kernels.parts import part_counters
 from dustin_kernels.reference import Backend, check_tensor, use_triton
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_TILE_BYTES = 32768  # of a K tile: 128 positions of head_dim 128 in 16 bits
-_COMBINE_BLOCKS = 64  # block statistics that one iteration of the second launch combines
+_CHUNK = 1024  # positions whose statistics one program takes
+_TILE_BYTES = 16384  # of K in a step of its loop: 64 positions of head_dim 128 in 16 bits
 
 
 @dataclass(frozen=True)
@@ -81,17 +84,15 @@ def _locate_keys(
 
 
 def _row_tile(rows: int, itemsize: int) -> int:
-    """The largest tile of query rows that pads `rows` no further than tiles of 16 do.
+    """Query rows of a tile.
 
     float32 products have no tensor cores in full precision and keep their operands in registers: there only 16 fit.
     """
-    if itemsize == 4:
-        return 16
-    return max(tile for tile in (16, 32, 64) if -rows % tile == -rows % 16)
+    return 16 if itemsize == 4 else min(64, max(16, triton.next_power_of_2(rows)))
 
 
 def _block_size(head_dim: int, itemsize: int) -> int:
-    return max(32, min(128, _TILE_BYTES // (head_dim * itemsize)))
+    return max(16, min(128, _TILE_BYTES // (head_dim * itemsize)))
 
 
 @triton.jit
@@ -114,113 +115,119 @@ def _query_tile(
     return tl.load(q_ptr + offsets, mask=(head >= 0)[:, None], other=0.0)
 
 
-@triton.jit(
-    do_not_specialize=["limit"],
-    do_not_specialize_on_alignment=["seq_lens_ptr", "req_pool_indices_ptr"],
-)
-def _block_statistics_kernel(
-    q_ptr, k_ptr, heads_ptr, keys_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr,
-    block_max_ptr, block_sum_ptr, logits_ptr,
-    scale, limit, q_batch, q_row, q_head, token_row,
-    M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGN: tl.constexpr, STORE: tl.constexpr,
-):  # fmt: skip
-    group, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    length = tl.minimum(tl.load(seq_lens_ptr + batch).to(tl.int32), limit)
-    if block * BLOCK >= length:
-        return
-    positions = block * BLOCK + tl.arange(0, BLOCK)
-    inside = positions < length
-    request = tl.load(req_pool_indices_ptr + batch).to(tl.int64)
-    slots = tl.load(req_to_token_ptr + request * token_row + positions, mask=inside, other=0).to(tl.int64)
-    keys = _key_tile(k_ptr, keys_ptr, slots, inside, group, D, ALIGN)
-    q_ptr += batch * q_batch
-    blocks = tl.num_programs(1)
-    pair = batch * tl.num_programs(0) + group
-    for tile in range(TILES):
-        rows = tile * TILE + tl.arange(0, TILE)
-        queries = _query_tile(q_ptr, heads_ptr, group, rows, q_row, q_head, M, SIZE, D)
-        logits = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale
-        if STORE:
-            offsets = (pair * M + rows)[None, :] * blocks * BLOCK + positions[:, None]
-            tl.store(logits_ptr + offsets, logits, mask=inside[:, None] & (rows < M)[None, :])
-        logits = tl.where(inside[:, None], logits, float("-inf"))
-        largest = tl.max(logits, 0)
-        total = tl.sum(tl.exp2(logits - largest[None, :]), 0)
-        statistics = (pair * blocks + block) * TILE * TILES + rows
-        tl.store(block_max_ptr + statistics, largest)
-        tl.store(block_sum_ptr + statistics, total)
-
-
-@triton.jit(do_not_specialize=["limit", "blocks"], do_not_specialize_on_alignment=["seq_lens_ptr"])
-def _combine_kernel(
-    heads_ptr, seq_lens_ptr, block_max_ptr, block_sum_ptr, row_max_ptr, row_weight_ptr, limit, blocks,
-    M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    tile, group, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    length = tl.minimum(tl.load(seq_lens_ptr + batch).to(tl.int32), limit)
-    pair = batch * tl.num_programs(1) + group
-    rows = tile * TILE + tl.arange(0, TILE)
+@triton.jit
+def _combine_chunks(chunk_max_ptr, chunk_sum_ptr, pair, chunks, used, TILE: tl.constexpr, STEP: tl.constexpr):
+    """Maximum and sum of exponentials of every row of a tile, from those of all its chunks."""
+    rows = tl.arange(0, TILE)
     largest = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
-    used = tl.cdiv(tl.maximum(length, 0), BLOCK)
     for start in range(0, used, STEP):
-        block = start + tl.arange(0, STEP)
-        offsets = (pair * blocks + block)[:, None] * TILE * TILES + rows[None, :]
-        mask = (block < used)[:, None]
-        block_max = tl.load(block_max_ptr + offsets, mask=mask, other=float("-inf"))
-        block_sum = tl.load(block_sum_ptr + offsets, mask=mask, other=0.0)
-        new = tl.maximum(largest, tl.max(block_max, 0))
-        total = total * tl.exp2(largest - new) + tl.sum(block_sum * tl.exp2(block_max - new[None, :]), 0)
+        chunk = start + tl.arange(0, STEP)
+        offsets = (pair * chunks + chunk)[:, None] * TILE + rows[None, :]
+        mask = (chunk < used)[:, None]
+        chunk_max = tl.load(chunk_max_ptr + offsets, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        chunk_sum = tl.load(chunk_sum_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+        new = tl.maximum(largest, tl.max(chunk_max, 0))
+        total = total * tl.exp2(largest - new) + tl.sum(chunk_sum * tl.exp2(chunk_max - new[None, :]), 0)
         largest = new
-    head = tl.load(heads_ptr + group * SIZE + rows % SIZE, mask=rows < M, other=-1)
-    counts = (head >= 0) & (length > 0)
-    tl.store(row_max_ptr + pair * TILE * TILES + rows, tl.where(counts, largest, 0.0))
-    tl.store(row_weight_ptr + pair * TILE * TILES + rows, tl.where(counts, 1.0 / tl.where(counts, total, 1.0), 0.0))
+    return largest, total
 
 
 @triton.jit(
-    do_not_specialize=["limit", "max_len", "blocks", "shift", "out_row"],
+    do_not_specialize=["limit", "chunks"],
+    do_not_specialize_on_alignment=["seq_lens_ptr", "req_pool_indices_ptr"],
+)
+def _statistics_kernel(
+    q_ptr, k_ptr, heads_ptr, keys_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr,
+    chunk_max_ptr, chunk_sum_ptr, row_max_ptr, row_weight_ptr, counters_ptr, logits_ptr,
+    scale, limit, chunks, q_batch, q_row, q_head, token_row,
+    M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    group, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    chunk, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    length = tl.minimum(tl.load(seq_lens_ptr + batch).to(tl.int32), limit)
+    begin = chunk * CHUNK
+    if begin >= length:
+        return
+    request = tl.load(req_pool_indices_ptr + batch).to(tl.int64)
+    req_to_token_ptr += request * token_row
+    rows = tile * TILE + tl.arange(0, TILE)
+    queries = _query_tile(q_ptr + batch * q_batch, heads_ptr, group, rows, q_row, q_head, M, SIZE, D)
+    if STORE:
+        row_logits = ((batch * tl.num_programs(0) // TILES + group) * M + rows)[:, None] * chunks * CHUNK
+    largest = tl.full([TILE], float("-inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    for start in tl.range(begin, tl.minimum(begin + CHUNK, length), BLOCK, num_stages=STAGES):
+        positions = start + tl.arange(0, BLOCK)
+        inside = positions < length
+        slots = tl.load(req_to_token_ptr + positions, mask=inside, other=0).to(tl.int64)
+        keys = _key_tile(k_ptr, keys_ptr, slots, inside, group, D, ALIGN)
+        logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        if STORE:
+            tl.store(logits_ptr + row_logits + positions[None, :], logits, mask=inside[None, :] & (rows < M)[:, None])
+        logits = tl.where(inside[None, :], logits, float("-inf"))
+        new = tl.maximum(largest, tl.max(logits, 1))
+        total = total * tl.exp2(largest - new) + tl.sum(tl.exp2(logits - new[:, None]), 1)
+        largest = new
+
+    pair = batch * tl.num_programs(0) + tl.program_id(0)
+    statistics = (pair * chunks + chunk) * TILE + tl.arange(0, TILE)
+    tl.store(chunk_max_ptr + statistics, largest)
+    tl.store(chunk_sum_ptr + statistics, total)
+    tl.debug_barrier()  # every thread's stores come before the one thread's atomic
+    used = tl.cdiv(length, CHUNK)
+    if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel") == used - 1:
+        largest, total = _combine_chunks(chunk_max_ptr, chunk_sum_ptr, pair, chunks, used, TILE, 32)
+        head = tl.load(heads_ptr + group * SIZE + rows % SIZE, mask=rows < M, other=-1)
+        row = pair * TILE + tl.arange(0, TILE)
+        tl.store(row_max_ptr + row, largest)
+        tl.store(row_weight_ptr + row, tl.where(head >= 0, 1.0 / total, 0.0))  # padding weighs nothing
+        tl.store(counters_ptr + pair, 0)
+
+
+@triton.jit(
+    do_not_specialize=["limit", "max_len", "chunks", "shift", "out_row"],
     do_not_specialize_on_alignment=["seq_lens_ptr", "req_pool_indices_ptr"],
 )
 def _sum_kernel(
     q_ptr, k_ptr, heads_ptr, keys_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr,
     row_max_ptr, row_weight_ptr, logits_ptr, out_ptr,
-    scale, limit, max_len, blocks, shift, q_batch, q_row, q_head, token_row, out_row,
+    scale, limit, max_len, chunks, shift, q_batch, q_row, q_head, token_row, out_row,
     M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
-    D: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, STORE: tl.constexpr,
+    D: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, STORE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    block, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
     length = tl.minimum(tl.load(seq_lens_ptr + batch).to(tl.int32), limit)
     targets = block * BLOCK + tl.arange(0, BLOCK)
     out_ptr += batch * out_row
-    scores = tl.zeros([BLOCK], tl.float32)
     if block * BLOCK >= length:
-        tl.store(out_ptr + targets, scores, mask=targets < max_len)
+        tl.store(out_ptr + targets, tl.zeros([BLOCK], tl.float32), mask=targets < max_len)
         return
     positions = targets - shift
     inside = (positions >= 0) & (targets < length)
-    request = tl.load(req_pool_indices_ptr + batch).to(tl.int64)
     if not STORE:
+        request = tl.load(req_pool_indices_ptr + batch).to(tl.int64)
         slots = tl.load(req_to_token_ptr + request * token_row + positions, mask=inside, other=0).to(tl.int64)
         q_ptr += batch * q_batch
-    for group in range(GROUPS):
-        pair = batch * GROUPS + group
-        if not STORE:
+    scores = tl.zeros([TILE, BLOCK], tl.float32)
+    for step in tl.range(0, GROUPS * TILES, 1, num_stages=STAGES):
+        group, tile = step // TILES, step % TILES
+        rows = tile * TILE + tl.arange(0, TILE)
+        if STORE:
+            row_logits = ((batch * GROUPS + group) * M + rows)[:, None] * chunks * CHUNK
+            mask = inside[None, :] & (rows < M)[:, None]
+            logits = tl.load(logits_ptr + row_logits + positions[None, :], mask=mask, other=0.0)
+        else:
             keys = _key_tile(k_ptr, keys_ptr, slots, inside, group, D, ALIGN)
-        for tile in range(TILES):
-            rows = tile * TILE + tl.arange(0, TILE)
-            if STORE:
-                offsets = (pair * M + rows)[None, :] * blocks * BLOCK + positions[:, None]
-                logits = tl.load(logits_ptr + offsets, mask=inside[:, None] & (rows < M)[None, :], other=0.0)
-            else:
-                queries = _query_tile(q_ptr, heads_ptr, group, rows, q_row, q_head, M, SIZE, D)
-                logits = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale
-            largest = tl.load(row_max_ptr + pair * TILE * TILES + rows)
-            weight = tl.load(row_weight_ptr + pair * TILE * TILES + rows)
-            scores += tl.sum(tl.exp2(logits - largest[None, :]) * weight[None, :], 1)
-    tl.store(out_ptr + targets, tl.where(inside, scores, 0.0), mask=targets < max_len)
+            queries = _query_tile(q_ptr, heads_ptr, group, rows, q_row, q_head, M, SIZE, D)
+            logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        row = (batch * GROUPS * TILES + step) * TILE + tl.arange(0, TILE)
+        largest, weight = tl.load(row_max_ptr + row), tl.load(row_weight_ptr + row)
+        scores += tl.exp2(logits - largest[:, None]) * weight[:, None]
+    tl.store(out_ptr + targets, tl.where(inside, tl.sum(scores, 0), 0.0), mask=targets < max_len)
 
 
 def _check(
@@ -341,39 +348,63 @@ def score_positions(
     if out.numel() == 0:
         return out
 
-    groups = _group_heads(tuple(layer_of_head), tuple(kv_head_of_head), q.device)
+    _launch(
+        q, k_cache, _group_heads(tuple(layer_of_head), tuple(kv_head_of_head), q.device), req_to_token,
+        req_pool_indices, seq_lens, sm_scale * math.log2(math.e), max_len, shift, out,
+    )  # fmt: skip
+    return out
+
+
+def _launch(
+    q: Tensor,
+    k_cache: Sequence[Tensor],
+    groups: _Groups,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    max_len: int,
+    shift: int,
+    out: Tensor,
+    *,
+    stages: int = 3,
+    warps: tuple[int, int] = (4, 4),
+) -> None:
+    """Choose the shape of both launches (benchmarks vary what has a default) and launch."""
+    bs, num_rows, _, head_dim = q.shape
     pools = tuple((keys.data_ptr(), keys.stride(0), keys.stride(1)) for keys in k_cache)
     located, align = _locate_keys(groups.keys, pools, q.element_size(), q.device)
     num_groups = len(groups.keys)
     m = num_rows * groups.size
     tile = _row_tile(m, q.element_size())
     tiles = triton.cdiv(m, tile)
-    block = _block_size(head_dim, q.element_size())
     limit = min(max_len, req_to_token.shape[1])
-    blocks = triton.cdiv(limit, block)
+    chunks = triton.cdiv(limit, _CHUNK)
+    block = _block_size(head_dim, q.element_size())
     store = 8 * m < head_dim * q.element_size()
+    pairs = bs * num_groups * tiles
 
-    statistics = torch.empty(2, bs, num_groups, blocks, tiles * tile, dtype=torch.float32, device=q.device)
-    normalisers = torch.empty(2, bs, num_groups, tiles * tile, dtype=torch.float32, device=q.device)
-    logits = torch.empty(bs * num_groups * m * blocks * block if store else 1, dtype=torch.float32, device=q.device)
-    scale = sm_scale * math.log2(math.e)
-    if blocks:
-        _block_statistics_kernel[(num_groups, blocks, bs)](
+    def buffer(size: int) -> Tensor:
+        return torch.empty(max(size, 1), dtype=torch.float32, device=q.device)
+
+    chunk_max, chunk_sum = buffer(pairs * chunks * tile), buffer(pairs * chunks * tile)
+    row_max, row_weight = buffer(pairs * tile), buffer(pairs * tile)
+    logits = buffer(bs * num_groups * m * chunks * _CHUNK if store else 0)
+    shape = dict(
+        M=m, TILE=tile, TILES=tiles, SIZE=groups.size, D=head_dim, CHUNK=_CHUNK, BLOCK=block, ALIGN=align,
+        STORE=store, STAGES=stages,
+    )  # fmt: skip
+    if chunks:
+        _statistics_kernel[(num_groups * tiles, chunks, bs)](
             q, k_cache[0], groups.heads, located, req_to_token, req_pool_indices, seq_lens,
-            statistics[0], statistics[1], logits,
-            scale, limit, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
-            M=m, TILE=tile, TILES=tiles, SIZE=groups.size, D=head_dim, BLOCK=block, ALIGN=align, STORE=store,
+            chunk_max, chunk_sum, row_max, row_weight, part_counters(q.device, pairs), logits,
+            scale, limit, chunks, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
+            **shape, num_warps=warps[0],
         )  # fmt: skip
-    _combine_kernel[(tiles, num_groups, bs)](
-        groups.heads, seq_lens, statistics[0], statistics[1], normalisers[0], normalisers[1], limit, blocks,
-        M=m, TILE=tile, TILES=tiles, SIZE=groups.size, BLOCK=block, STEP=_COMBINE_BLOCKS,
-    )  # fmt: skip
     _sum_kernel[(triton.cdiv(max_len, block), bs)](
-        q, k_cache[0], groups.heads, located, req_to_token, req_pool_indices, seq_lens,
-        normalisers[0], normalisers[1], logits, out,
-        scale, limit, max_len, blocks, shift,
+        q, k_cache[0], groups.heads, located, req_to_token, req_pool_indices, seq_lens, row_max, row_weight, logits,
+        out,
+        scale, limit, max_len, chunks, shift,
         q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0), out.stride(0),
-        M=m, TILE=tile, TILES=tiles, SIZE=groups.size, GROUPS=num_groups,
-        D=head_dim, BLOCK=block, ALIGN=align, STORE=store,
+        **shape, GROUPS=num_groups, num_warps=warps[1],
     )  # fmt: skip
-    return out

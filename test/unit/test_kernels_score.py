@@ -21,6 +21,16 @@ SHAPES = {
 }
 
 
+BLOCK, CHUNK = 32, 64
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Several blocks and chunks a context, also in short tests."""
+    monkeypatch.setattr(score, "_CHUNK", CHUNK)
+    monkeypatch.setattr(score, "_block_size", lambda head_dim, itemsize: BLOCK)
+
+
 class Case:
     """Random inputs; the pools hold NaN wherever no position points."""
 
@@ -99,10 +109,10 @@ def test_shift_moves_right_and_drops_the_end(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_lengths_around_a_block(backend, shape, dtype):
-    block = score._block_size(SHAPES[shape]["head_dim"], dtype.itemsize)
-    case = Case([1, block - 1, 0, block, block + 1, 2 * block + 7], dtype=dtype, seed=1, **SHAPES[shape])
-    out = torch.full((6, 2 * block + 7), math.nan)
+def test_lengths_around_blocks_and_chunks(backend, shape, dtype):
+    lengths = [1, BLOCK - 1, 0, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7]
+    case = Case(lengths, dtype=dtype, seed=1, **SHAPES[shape])
+    out = torch.full((len(lengths), max(lengths)), math.nan)
     assert case.run(backend, out=out) is out
     assert_close(out, case.expected())
     totals = SHAPES[shape]["rows"] * len(case.layer_of_head) * (case.seq_lens > 0).float()
@@ -196,6 +206,14 @@ def test_empty(backend):
     assert torch.equal(case.run(backend, max_len=9), torch.zeros(2, 9))
     assert case.run(backend, max_len=0).shape == (2, 0)
     assert case.run(backend, max_len=9, rows=slice(0)).shape == (0, 9)
+
+
+def test_shipped_blocks_fill_chunks_and_fit_into_shared_memory(monkeypatch):
+    monkeypatch.undo()
+    for head_dim in (16, 32, 64, 128, 256):
+        for itemsize in (2, 4):
+            block = score._block_size(head_dim, itemsize)
+            assert score._CHUNK % block == 0 and 16 <= block and block * head_dim * itemsize <= 16384
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dustin_kernels import select, select_positions
@@ -15,7 +15,6 @@ BACKENDS = [
     "reference",
     pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")),
 ]
-SHIPPED_BLOCK = select._BLOCK
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -24,6 +23,13 @@ def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(select, "_BLOCK", 64)
         yield
+
+
+@pytest.fixture
+def shortened(monkeypatch):
+    """Shortlists of small chunks come first, also in short tests."""
+    monkeypatch.setattr(select, "_BLOCK", 8)
+    monkeypatch.setattr(select, "_CHUNK", (16, 32))
 
 
 def oracle(lookahead, history, n, budget, sinks, window, num_lookahead):
@@ -177,13 +183,32 @@ def test_awkward_scores_in_the_kernel(request):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-def test_equal_scores_across_the_shipped_blocks(monkeypatch):
-    """The last tie of each signal lies in the second block."""
-    monkeypatch.setattr(select, "_BLOCK", SHIPPED_BLOCK)
-    n = 2 * SHIPPED_BLOCK + 5
-    lookahead, history = torch.full((1, n), 0.25), torch.full((1, n), 0.5)
-    lookahead[0, : SHIPPED_BLOCK - 3], history[0, : SHIPPED_BLOCK + 9] = 0.125, 0.125
-    check_batch(lookahead, history, [n], "triton", budget=80, sinks=4, window=8, num_lookahead=40)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(request=requests())
+def test_awkward_scores_by_way_of_shortlists(shortened, request):
+    lookahead, history, seq_lens, policy = request
+    check_batch(lookahead, history, seq_lens, "triton", **policy)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("best", [0, 1, 2], ids=["first chunk", "second chunk", "ragged last chunk"])
+def test_all_of_the_list_may_come_from_one_chunk(shortened, best):
+    """The best by lookahead are also the best by history, so that history fills with what comes after them."""
+    n, policy = 80, dict(budget=24, sinks=2, window=3, num_lookahead=9)
+    lookahead = torch.rand(1, n, generator=torch.Generator().manual_seed(best))
+    lookahead[0, 32 * best : 32 * best + 32] += 1
+    check_batch(lookahead, lookahead.clone(), [n], "triton", **policy)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("block", [64, 8], ids=["blocks", "shortlists"])
+def test_equal_scores_across_blocks(monkeypatch, block):
+    """The last tie of each signal lies in the second block (or chunk)."""
+    monkeypatch.setattr(select, "_BLOCK", block)
+    monkeypatch.setattr(select, "_CHUNK", (64, 64))
+    lookahead, history = torch.full((1, 133), 0.25), torch.full((1, 133), 0.5)
+    lookahead[0, :61], history[0, :73] = 0.125, 0.125
+    check_batch(lookahead, history, [133], "triton", budget=80, sinks=4, window=8, num_lookahead=40)
 
 
 @pytest.mark.parametrize(
