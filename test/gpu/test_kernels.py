@@ -12,6 +12,8 @@ import os
 
 import pytest
 import torch
+from test_kernels_attend import CAUSAL, TREE
+from test_kernels_attend import Case as AttendCase
 
 from dustin_kernels import pack_tree_mask, score_positions, select_positions, write_slots
 
@@ -107,6 +109,55 @@ def test_scores_of_misaligned_pools():
         moved = torch.empty(keys.numel() + 1, dtype=keys.dtype, device=DEVICE)[1:].view(keys.shape)
         case.k_cache[layer] = moved.copy_(keys)
     torch.testing.assert_close(case.run(), expected, rtol=1e-5, atol=0)
+
+
+# (heads, KV heads, head_dim, rows) of attention: 72B and 8B targets, 0.5B and 135M drafts, no grouping, an odd width.
+ATTEND_SHAPES = {
+    "72b": dict(heads=64, kv_heads=8, head_dim=128, rows=5),
+    "8b": dict(heads=32, kv_heads=8, head_dim=128, rows=5),
+    "0.5b decode": dict(heads=14, kv_heads=2, head_dim=64, rows=1),
+    "0.5b extend": dict(heads=14, kv_heads=2, head_dim=64, rows=5),
+    "135m": dict(heads=9, kv_heads=3, head_dim=64, rows=4),
+    "mha": dict(heads=8, kv_heads=8, head_dim=64, rows=8),
+    "wide": dict(heads=8, kv_heads=2, head_dim=256, rows=3),
+    "odd": dict(heads=6, kv_heads=2, head_dim=80, rows=3),
+}
+# Weights are rounded to the inputs' dtype before the second product, and so is the result.
+ATTEND_TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("shape", "mask", "dtype"),
+    [(shape, CAUSAL, torch.bfloat16) for shape in ATTEND_SHAPES]
+    + [(shape, TREE, torch.bfloat16) for shape in ("72b", "135m")]
+    + [(shape, CAUSAL, dtype) for shape in ("8b", "odd") for dtype in (torch.float16, torch.float32)],
+)
+@pytest.mark.parametrize("bs", [1, 16])
+def test_attention_over_a_list(shape, mask, dtype, bs):
+    """Lists of every length around a block and around nothing; the output poisoned before."""
+    rows = ATTEND_SHAPES[shape]["rows"]
+    lengths = [512 + rows, rows, 600, 63, 0, 1, 65, 64, rows + 1, 127, 128, 129, 333, 256 + rows, 17, 513][:bs]
+    case = AttendCase(lengths, mask=mask, dtype=dtype, device=DEVICE, seed=bs, **ATTEND_SHAPES[shape])
+    out = torch.full_like(case.q, math.nan)
+    case.run("triton", out=out)
+    tolerance = ATTEND_TOLERANCE[dtype]
+    torch.testing.assert_close(out, case.run("reference"), rtol=tolerance, atol=tolerance)
+
+
+def test_attention_over_long_lists_and_in_a_graph_at_other_lengths():
+    """No plan: a recorded launch follows what kv_indptr says when it is replayed."""
+    case = AttendCase([9000, 31000], device=DEVICE, dtype=torch.bfloat16, **ATTEND_SHAPES["8b"])
+    out = torch.full_like(case.q, math.nan)
+    case.run("triton", out=out)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case.run("triton", out=out)
+    for indptr in ([0, 9000, 40000], [0, 30000, 30007], [5, 5, 2000]):
+        case.kv_indptr.copy_(torch.tensor(indptr))
+        out.fill_(math.nan)
+        graph.replay()
+        expected = case.run("reference").double()
+        torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-3)
 
 
 def selection_inputs(kind, bs, width):
