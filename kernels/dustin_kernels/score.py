@@ -20,8 +20,7 @@ a KV head's last chunk combines them. (2) Normalise and sum. Launch (2) needs th
 in float32 (8 bytes a query row and position, written and read), or (2) multiplies again and reads K twice; it starts
 with what (1) read last, part of which is still in L2. Whichever moves fewer bytes is taken. That depends on M, D and
 the dtype only, never on the batch, so a request's scores have the same bits alone and in any batch. M is padded to a
-tile of 16, 32 or 64, and a KV head with fewer query heads than others to as many as they have. Four warps hold 16 rows
-of a full tile each, so its running maximum costs no exchange between warps.
+tile of 16, 32 or 64, and a KV head with fewer query heads than others to as many as they have.
 """
 
 import math
@@ -139,7 +138,7 @@ def _combine_chunks(chunk_max_ptr, chunk_sum_ptr, pair, chunks, used, TILE: tl.c
 )
 def _statistics_kernel(
     q_ptr, k_ptr, heads_ptr, keys_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr,
-    chunk_max_ptr, chunk_sum_ptr, row_max_ptr, row_weight_ptr, counters_ptr, logits_ptr,
+    chunk_max_ptr, chunk_sum_ptr, row_max_ptr, row_weight_ptr, counters_ptr, queries_ptr, logits_ptr,
     scale, limit, chunks, q_batch, q_row, q_head, token_row,
     M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr,
@@ -154,10 +153,17 @@ def _statistics_kernel(
     req_to_token_ptr += request * token_row
     rows = tile * TILE + tl.arange(0, TILE)
     queries = _query_tile(q_ptr + batch * q_batch, heads_ptr, group, rows, q_row, q_head, M, SIZE, D)
+    pair = batch * tl.num_programs(0) + tl.program_id(0)
+    row = pair * TILE + tl.arange(0, TILE)
     if STORE:
         row_logits = ((batch * tl.num_programs(0) // TILES + group) * M + rows)[:, None] * chunks * CHUNK
-    largest = tl.full([TILE], float("-inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
+    elif chunk == 0:
+        tl.store(queries_ptr + row[:, None] * D + tl.arange(0, D)[None, :], queries)
+    # In tiles of less than 64 rows a row lies across warps. There every column keeps a maximum of its own, which costs
+    # a second exponential and saves two exchanges between warps a step.
+    COLUMNS: tl.constexpr = BLOCK if TILE < 64 else 1
+    largest = tl.full([TILE, COLUMNS], -1e30, tl.float32)
+    total = tl.zeros([TILE, COLUMNS], tl.float32)
     for start in tl.range(begin, tl.minimum(begin + CHUNK, length), BLOCK, num_stages=STAGES):
         positions = start + tl.arange(0, BLOCK)
         inside = positions < length
@@ -167,37 +173,41 @@ def _statistics_kernel(
         if STORE:
             tl.store(logits_ptr + row_logits + positions[None, :], logits, mask=inside[None, :] & (rows < M)[:, None])
         logits = tl.where(inside[None, :], logits, float("-inf"))
-        new = tl.maximum(largest, tl.max(logits, 1))
-        total = total * tl.exp2(largest - new) + tl.sum(tl.exp2(logits - new[:, None]), 1)
+        if COLUMNS == 1:
+            new = tl.maximum(largest, tl.max(logits, 1)[:, None])
+            total = total * tl.exp2(largest - new) + tl.sum(tl.exp2(logits - new), 1)[:, None]
+        else:
+            new = tl.maximum(largest, logits)
+            total = total * tl.exp2(largest - new) + tl.exp2(logits - new)
         largest = new
+    chunk_max = tl.max(largest, 1)
+    chunk_sum = tl.sum(total * tl.exp2(largest - chunk_max[:, None]), 1)
 
-    pair = batch * tl.num_programs(0) + tl.program_id(0)
     statistics = (pair * chunks + chunk) * TILE + tl.arange(0, TILE)
-    tl.store(chunk_max_ptr + statistics, largest)
-    tl.store(chunk_sum_ptr + statistics, total)
+    tl.store(chunk_max_ptr + statistics, chunk_max)
+    tl.store(chunk_sum_ptr + statistics, chunk_sum)
     tl.debug_barrier()  # every thread's stores come before the one thread's atomic
     used = tl.cdiv(length, CHUNK)
     if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel") == used - 1:
-        largest, total = _combine_chunks(chunk_max_ptr, chunk_sum_ptr, pair, chunks, used, TILE, 32)
+        row_max, row_sum = _combine_chunks(chunk_max_ptr, chunk_sum_ptr, pair, chunks, used, TILE, 32)
         head = tl.load(heads_ptr + group * SIZE + rows % SIZE, mask=rows < M, other=-1)
-        row = pair * TILE + tl.arange(0, TILE)
-        tl.store(row_max_ptr + row, largest)
-        tl.store(row_weight_ptr + row, tl.where(head >= 0, 1.0 / total, 0.0))  # padding weighs nothing
+        tl.store(row_max_ptr + row, row_max)
+        tl.store(row_weight_ptr + row, tl.where(head >= 0, 1.0 / row_sum, 0.0))  # padding weighs nothing
         tl.store(counters_ptr + pair, 0)
 
 
 @triton.jit(
-    do_not_specialize=["limit", "max_len", "chunks", "shift", "out_row"],
+    do_not_specialize=["limit", "max_len", "shift", "out_row"],
     do_not_specialize_on_alignment=["seq_lens_ptr", "req_pool_indices_ptr"],
 )
-def _sum_kernel(
-    q_ptr, k_ptr, heads_ptr, keys_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr,
-    row_max_ptr, row_weight_ptr, logits_ptr, out_ptr,
-    scale, limit, max_len, chunks, shift, q_batch, q_row, q_head, token_row, out_row,
-    M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
-    D: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, STORE: tl.constexpr,
-    STAGES: tl.constexpr,
+def _sum_again_kernel(
+    queries_ptr, k_ptr, keys_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr,
+    row_max_ptr, row_weight_ptr, out_ptr,
+    scale, limit, max_len, shift, token_row, out_row,
+    TILE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Sum the weights of all rows, from K."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
     length = tl.minimum(tl.load(seq_lens_ptr + batch).to(tl.int32), limit)
@@ -208,25 +218,56 @@ def _sum_kernel(
         return
     positions = targets - shift
     inside = (positions >= 0) & (targets < length)
-    if not STORE:
-        request = tl.load(req_pool_indices_ptr + batch).to(tl.int64)
-        slots = tl.load(req_to_token_ptr + request * token_row + positions, mask=inside, other=0).to(tl.int64)
-        q_ptr += batch * q_batch
+    request = tl.load(req_pool_indices_ptr + batch).to(tl.int64)
+    slots = tl.load(req_to_token_ptr + request * token_row + positions, mask=inside, other=0).to(tl.int64)
+    rows, dims = tl.arange(0, TILE), tl.arange(0, D)
+    queries_ptr += batch * GROUPS * TILES * TILE * D
+    row_max_ptr += batch * GROUPS * TILES * TILE
+    row_weight_ptr += batch * GROUPS * TILES * TILE
     scores = tl.zeros([TILE, BLOCK], tl.float32)
+    # Loaded a step ahead: only what feeds a product is kept in flight by the compiler.
+    next_max, next_weight = tl.load(row_max_ptr + rows), tl.load(row_weight_ptr + rows)
     for step in tl.range(0, GROUPS * TILES, 1, num_stages=STAGES):
-        group, tile = step // TILES, step % TILES
-        rows = tile * TILE + tl.arange(0, TILE)
-        if STORE:
-            row_logits = ((batch * GROUPS + group) * M + rows)[:, None] * chunks * CHUNK
-            mask = inside[None, :] & (rows < M)[:, None]
-            logits = tl.load(logits_ptr + row_logits + positions[None, :], mask=mask, other=0.0)
-        else:
-            keys = _key_tile(k_ptr, keys_ptr, slots, inside, group, D, ALIGN)
-            queries = _query_tile(q_ptr, heads_ptr, group, rows, q_row, q_head, M, SIZE, D)
-            logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-        row = (batch * GROUPS * TILES + step) * TILE + tl.arange(0, TILE)
-        largest, weight = tl.load(row_max_ptr + row), tl.load(row_weight_ptr + row)
-        scores += tl.exp2(logits - largest[:, None]) * weight[:, None]
+        row_max, row_weight = next_max, next_weight
+        more = step + 1 < GROUPS * TILES
+        next_max = tl.load(row_max_ptr + (step + 1) * TILE + rows, mask=more, other=0.0)
+        next_weight = tl.load(row_weight_ptr + (step + 1) * TILE + rows, mask=more, other=0.0)
+        keys = _key_tile(k_ptr, keys_ptr, slots, inside, step // TILES, D, ALIGN)
+        queries = tl.load(queries_ptr + (step * TILE + rows)[:, None] * D + dims[None, :])
+        logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        scores += tl.exp2(logits - row_max[:, None]) * row_weight[:, None]
+    tl.store(out_ptr + targets, tl.where(inside, tl.sum(scores, 0), 0.0), mask=targets < max_len)
+
+
+@triton.jit(
+    do_not_specialize=["limit", "max_len", "chunks", "shift", "out_row"],
+    do_not_specialize_on_alignment=["seq_lens_ptr"],
+)
+def _sum_stored_kernel(
+    logits_ptr, seq_lens_ptr, row_max_ptr, row_weight_ptr, out_ptr, limit, max_len, chunks, shift, out_row,
+    M: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sum the weights of all rows, from stored logits; PADDED is M rounded up to whole tiles."""
+    block, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    length = tl.minimum(tl.load(seq_lens_ptr + batch).to(tl.int32), limit)
+    targets = block * BLOCK + tl.arange(0, BLOCK)
+    out_ptr += batch * out_row
+    if block * BLOCK >= length:
+        tl.store(out_ptr + targets, tl.zeros([BLOCK], tl.float32), mask=targets < max_len)
+        return
+    positions = targets - shift
+    inside = (positions >= 0) & (targets < length)
+    scores = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in tl.range(0, GROUPS * M, ROWS, num_stages=STAGES):
+        rows = start + tl.arange(0, ROWS)
+        real = rows < GROUPS * M
+        row_logits = (batch * GROUPS * M + rows)[:, None] * chunks * CHUNK
+        logits = tl.load(logits_ptr + row_logits + positions[None, :], mask=inside[None, :] & real[:, None], other=0.0)
+        row = (batch * GROUPS + rows // M) * PADDED + rows % M
+        row_max = tl.load(row_max_ptr + row, mask=real, other=0.0)
+        row_weight = tl.load(row_weight_ptr + row, mask=real, other=0.0)
+        scores += tl.exp2(logits - row_max[:, None]) * row_weight[:, None]
     tl.store(out_ptr + targets, tl.where(inside, tl.sum(scores, 0), 0.0), mask=targets < max_len)
 
 
@@ -367,8 +408,9 @@ def _launch(
     shift: int,
     out: Tensor,
     *,
-    stages: int = 3,
+    stages: tuple[int, int] = (3, 3),
     warps: tuple[int, int] = (4, 4),
+    again_block: int | None = None,
 ) -> None:
     """Choose the shape of both launches (benchmarks vary what has a default) and launch."""
     bs, num_rows, _, head_dim = q.shape
@@ -384,27 +426,33 @@ def _launch(
     store = 8 * m < head_dim * q.element_size()
     pairs = bs * num_groups * tiles
 
-    def buffer(size: int) -> Tensor:
-        return torch.empty(max(size, 1), dtype=torch.float32, device=q.device)
+    def buffer(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(max(size, 1), dtype=dtype, device=q.device)
 
     chunk_max, chunk_sum = buffer(pairs * chunks * tile), buffer(pairs * chunks * tile)
     row_max, row_weight = buffer(pairs * tile), buffer(pairs * tile)
+    queries = buffer(0 if store else pairs * tile * head_dim, q.dtype)
     logits = buffer(bs * num_groups * m * chunks * _CHUNK if store else 0)
-    shape = dict(
-        M=m, TILE=tile, TILES=tiles, SIZE=groups.size, D=head_dim, CHUNK=_CHUNK, BLOCK=block, ALIGN=align,
-        STORE=store, STAGES=stages,
-    )  # fmt: skip
     if chunks:
         _statistics_kernel[(num_groups * tiles, chunks, bs)](
             q, k_cache[0], groups.heads, located, req_to_token, req_pool_indices, seq_lens,
-            chunk_max, chunk_sum, row_max, row_weight, part_counters(q.device, pairs), logits,
+            chunk_max, chunk_sum, row_max, row_weight, part_counters(q.device, pairs), queries, logits,
             scale, limit, chunks, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
-            **shape, num_warps=warps[0],
+            M=m, TILE=tile, TILES=tiles, SIZE=groups.size, D=head_dim, CHUNK=_CHUNK, BLOCK=block, ALIGN=align,
+            STORE=store, STAGES=stages[0], num_warps=warps[0],
         )  # fmt: skip
-    _sum_kernel[(triton.cdiv(max_len, block), bs)](
-        q, k_cache[0], groups.heads, located, req_to_token, req_pool_indices, seq_lens, row_max, row_weight, logits,
-        out,
-        scale, limit, max_len, chunks, shift,
-        q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0), out.stride(0),
-        **shape, GROUPS=num_groups, num_warps=warps[1],
-    )  # fmt: skip
+    if store:
+        block = 256
+        _sum_stored_kernel[(triton.cdiv(max_len, block), bs)](
+            logits, seq_lens, row_max, row_weight, out, limit, max_len, chunks, shift, out.stride(0),
+            M=m, PADDED=tiles * tile, GROUPS=num_groups, CHUNK=_CHUNK, ROWS=16, BLOCK=block,
+            STAGES=stages[1], num_warps=warps[1],
+        )  # fmt: skip
+    else:
+        block = again_block or block
+        _sum_again_kernel[(triton.cdiv(max_len, block), bs)](
+            queries, k_cache[0], located, req_to_token, req_pool_indices, seq_lens, row_max, row_weight, out,
+            scale, limit, max_len, shift, req_to_token.stride(0), out.stride(0),
+            TILE=tile, TILES=tiles, GROUPS=num_groups, D=head_dim, BLOCK=block, ALIGN=align,
+            STAGES=stages[1], num_warps=warps[1],
+        )  # fmt: skip

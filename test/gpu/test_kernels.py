@@ -157,7 +157,8 @@ def test_attention_over_long_lists_and_in_a_graph_at_other_lengths():
         out.fill_(math.nan)
         graph.replay()
         expected = case.run("reference").double()
-        torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-3)
+        # The last pattern's lists are short: weights and values of order 1, each rounded to 8 bits.
+        torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-2)
 
 
 def selection_inputs(kind, bs, width):
