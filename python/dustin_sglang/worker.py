@@ -46,11 +46,15 @@ class SparseVerification:
                 metrics.enable()
 
     def forward_batch_generation(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch; one that (re-)enters as a prefill starts with exact KV."""
-        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+        """Run a batch; one that (re-)enters as a prefill starts with exact KV and leaves with a list to draft over."""
+        prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
+        if prefill:
             for req in batch.reqs:
                 set_exact(req)
-        return super().forward_batch_generation(batch, *args, **kwargs)  # type: ignore[misc]
+        result = super().forward_batch_generation(batch, *args, **kwargs)  # type: ignore[misc]
+        if prefill and self._wiring.sparse_draft is not None and not batch.forward_mode.is_idle():
+            self._list(batch, drafted=False)
+        return result
 
     def verify(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Verify a drafted batch over its selected positions."""
@@ -64,15 +68,22 @@ class SparseVerification:
         return result
 
     def _select(self: Any, batch: Any) -> Selection:
-        seq_lens = batch.seq_lens_cpu.tolist()
-        context = Context(
-            self.req_to_token_pool.req_to_token, batch.req_pool_indices.long(), batch.seq_lens, max(seq_lens)
-        )
-        selection = self._wiring.selector.select(context, seq_lens)
+        selection, seq_lens = self._list(batch), batch.seq_lens_cpu.tolist()
         metrics.get().verified(self._wiring.selector.budget, selection, seq_lens)
         for req, seq_len, sparse in zip(batch.reqs, seq_lens, selection.sparse, strict=True):
             if sparse:
                 end_exact(req, seq_len)
+        return selection
+
+    def _list(self: Any, batch: Any, *, drafted: bool = True) -> Selection:
+        """Select, and let the next draft forwards read the same, if drafting is sparse."""
+        seq_lens = batch.seq_lens_cpu.tolist()
+        context = Context(
+            self.req_to_token_pool.req_to_token, batch.req_pool_indices.long(), batch.seq_lens, max(seq_lens)
+        )
+        selection = self._wiring.selector.select(context, seq_lens, drafted=drafted)
+        if self._wiring.sparse_draft is not None:
+            self._wiring.sparse_draft.keep(selection, context.req_pool_indices, context.seq_lens)
         return selection
 
     def _keep(self: Any, batch: Any, selection: Selection, verify_input: Any, accept_lens: torch.Tensor) -> None:
