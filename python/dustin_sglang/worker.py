@@ -53,7 +53,7 @@ class SparseVerification:
                 set_exact(req)
         result = super().forward_batch_generation(batch, *args, **kwargs)  # type: ignore[misc]
         if prefill and self._wiring.sparse_draft is not None and not batch.forward_mode.is_idle():
-            self._list(batch, drafted=False)
+            self._select(batch, drafted=False)
         return result
 
     def verify(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,22 +61,15 @@ class SparseVerification:
         if batch.forward_mode.is_idle():
             return super().verify(batch, *args, **kwargs)  # type: ignore[misc]
         verify_input = batch.spec_info
-        selection = self._select(batch)
+        selection = self._select(batch, drafted=True)
+        self._account(batch, selection)
         self._wiring.target_backend.attend_to(selection)
         result = super().verify(batch, *args, **kwargs)  # type: ignore[misc]
         self._keep(batch, selection, verify_input, result.accept_lens)
         return result
 
-    def _select(self: Any, batch: Any) -> Selection:
-        selection, seq_lens = self._list(batch), batch.seq_lens_cpu.tolist()
-        metrics.get().verified(self._wiring.selector.budget, selection, seq_lens)
-        for req, seq_len, sparse in zip(batch.reqs, seq_lens, selection.sparse, strict=True):
-            if sparse:
-                end_exact(req, seq_len)
-        return selection
-
-    def _list(self: Any, batch: Any, *, drafted: bool = True) -> Selection:
-        """Select, and let the next draft forwards read the same, if drafting is sparse."""
+    def _select(self: Any, batch: Any, *, drafted: bool) -> Selection:
+        """Select for a batch; where drafting is sparse, the next draft forwards read the same."""
         seq_lens = batch.seq_lens_cpu.tolist()
         context = Context(
             self.req_to_token_pool.req_to_token, batch.req_pool_indices.long(), batch.seq_lens, max(seq_lens)
@@ -85,6 +78,14 @@ class SparseVerification:
         if self._wiring.sparse_draft is not None:
             self._wiring.sparse_draft.keep(selection, context.req_pool_indices, context.seq_lens)
         return selection
+
+    def _account(self: Any, batch: Any, selection: Selection) -> None:
+        """Count what a verification reads, and end the exactness of requests that it reads in part."""
+        seq_lens = batch.seq_lens_cpu.tolist()
+        metrics.get().verified(self._wiring.selector.budget, selection, seq_lens)
+        for req, seq_len, sparse in zip(batch.reqs, seq_lens, selection.sparse, strict=True):
+            if sparse:
+                end_exact(req, seq_len)
 
     def _keep(self: Any, batch: Any, selection: Selection, verify_input: Any, accept_lens: torch.Tensor) -> None:
         """Keep the target's query of each request's last confirmed token for the next round."""
