@@ -148,6 +148,11 @@ class TappedMultiStepBackend(FlashInferMultiStepDraftBackend):
             for step in range(speculative_num_steps - 1)
         ]
 
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what captured dense layers read."""
+        if self._needs_flashinfer:
+            super().init_cuda_graph_state(max_bs, max_num_tokens)
+
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare the steps of an eager round."""
         if self._needs_flashinfer:

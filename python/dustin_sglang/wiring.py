@@ -41,15 +41,15 @@ class Wiring:
         lookahead, history = self.profile.lookahead, self.profile.history
         return (
             f"dustin: policy {policy.name}, verification reads {reads}; profile {self.profile.name} (draft layers "
-            f"{_span(lookahead)}, target layer {_span(history)}); draft {self.draft_kind}, reads {self._drafting()}; "
-            f"exact: {exact}"
+            f"{_span(lookahead)}, target layer {_span(history)}); draft {self.draft_kind}; drafting reads "
+            f"{self._drafting()}; exact: {exact}"
         )
 
     def _drafting(self) -> str:
         if self.sparse_draft is None:
             return "every position"
         dense = self.sparse_draft.dense_layers
-        return "the last list and the tokens since" + (" outside the profile's layers" if dense else "")
+        return "the last list and the tokens since" + (" but in the profile's layers" if dense else "")
 
 
 def _span(heads: Heads) -> str:

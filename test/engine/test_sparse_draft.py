@@ -179,3 +179,13 @@ def test_no_draft_kv_below_the_exact_length_is_written_sparsely(models: dict[str
     env = ENV | {"DUSTIN_SPARSE_DRAFT": "all"}
     result = in_child(written_sparsely, dustin(models), tokens(length, seed=length), 40, env=env)
     assert result["first"] == result["exact"] >= max(length, 41)
+
+
+def start(arguments: dict[str, Any]) -> None:
+    Engine(**arguments)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_head_whose_only_layer_scores_refuses_unscored(models: dict[str, str], kind: str) -> None:
+    with pytest.raises(RuntimeError, match="'unscored', but every layer of this draft scores.*use 'all' or 'off'"):
+        in_child(start, dustin(models, kind), env=ENV | {"DUSTIN_SPARSE_DRAFT": "unscored"})
