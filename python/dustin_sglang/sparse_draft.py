@@ -166,7 +166,7 @@ def dense_draft_layers(mode: str, num_layers: int, scoring: tuple[int, ...]) -> 
         return frozenset()
     if set(range(num_layers)) <= set(scoring):
         raise ConfigError(
-            "--dustin-sparse-draft (or DUSTIN_SPARSE_DRAFT) is 'unscored', but every layer of this draft scores, so that "
-            "none would read less; use 'all' or 'off'"
+            "--dustin-sparse-draft (or DUSTIN_SPARSE_DRAFT) is 'unscored', but every layer of this draft scores, so "
+            "that none would read less; use 'all' or 'off'"
         )
     return frozenset(scoring)
