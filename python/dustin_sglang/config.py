@@ -15,6 +15,7 @@ from typing import Any
 from dustin_sglang.selection.policy import POLICIES
 
 RADIX_MODES = ("exact", "shared")
+SPARSE_DRAFT_MODES = ("off", "all", "unscored")
 
 
 class ConfigError(ValueError):
@@ -39,6 +40,9 @@ class DustinConfig:
         Name of a policy of `dustin_sglang.selection.policy`.
     radix
         ``"exact"``: KV computed under sparse attention never enters the radix tree. ``"shared"``: it does, tagged.
+    sparse_draft
+        Draft layers that read the last list and the tokens since instead of everything: none (``"off"``), ``"all"``,
+        or all that do not score (``"unscored"``).
 
     Raises
     ------
@@ -53,6 +57,7 @@ class DustinConfig:
     profile: str = "auto"
     policy: str = "hybrid"
     radix: str = "exact"
+    sparse_draft: str = "off"
 
     def __post_init__(self) -> None:
         _check("budget", self.budget, self.budget >= 1, "an integer of at least 1")
@@ -62,6 +67,8 @@ class DustinConfig:
         _check("lookahead_share", share, share is None or 0.0 <= share <= 1.0, "a number from 0 to 1")
         _check("policy", self.policy, self.policy in POLICIES, "one of " + ", ".join(sorted(POLICIES)))
         _check("radix", self.radix, self.radix in RADIX_MODES, "one of " + ", ".join(RADIX_MODES))
+        modes = SPARSE_DRAFT_MODES
+        _check("sparse_draft", self.sparse_draft, self.sparse_draft in modes, "one of " + ", ".join(modes))
         if self.sinks + self.window > self.budget:
             raise ConfigError(
                 f"--dustin-sinks {self.sinks} and --dustin-window {self.window} do not fit in --dustin-budget "
@@ -110,6 +117,8 @@ _HELP = {
     "profile": "JSON file of the heads that choose, or 'auto'.",
     "policy": "How positions are chosen: " + ", ".join(sorted(POLICIES)) + ".",
     "radix": "'exact': approximate KV is never shared between requests; 'shared': it is, and the metrics show it.",
+    "sparse_draft": "Draft layers that read the last list and the tokens since only: 'off', 'all', or 'unscored', all "
+    "but the profile's.",
 }
 
 

@@ -41,9 +41,9 @@ def create_target_backend(model_runner: Any) -> Any:
 def draft_backend_factory(server_args: Any, draft_runner: Any, topk: int, num_steps: int) -> Any:
     """SGLang's draft backend factory, whose backends are tapped."""
     if is_cpu():
-        from dustin_sglang.cpu.verify import TappedCpuDraftBackendFactory
+        from dustin_sglang.cpu.draft_backend import TappedCpuDraftBackendFactory
 
         return TappedCpuDraftBackendFactory(server_args, draft_runner, topk, num_steps)
-    from dustin_sglang.verify_backend import TappedDraftBackendFactory
+    from dustin_sglang.draft_backend import TappedDraftBackendFactory
 
     return TappedDraftBackendFactory(server_args, draft_runner, topk, num_steps)

@@ -1,6 +1,7 @@
 """The draft worker: SGLang's own, with attention backends that copy the lookahead queries.
 
-`TappedDraft` is mixed over `EagleDraftWorker` and over `StandaloneDraftWorker`. It changes no result of the draft.
+`TappedDraft` is mixed over `EagleDraftWorker` and over `StandaloneDraftWorker`. It changes no result of the draft,
+unless ``--dustin-sparse-draft`` makes it read less.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 
 from dustin_sglang import devices
 from dustin_sglang.selection.state import QueryStore
+from dustin_sglang.sparse_draft import SparseDraft
 
 
 class TappedDraft:
@@ -36,12 +38,14 @@ class TappedDraft:
         self.draft_runner.draft_attn_backend = self.draft_attn_backend
         self.draft_runner.attn_backend = self.draft_extend_attn_backend
 
-    def bind(self: Any, store: QueryStore) -> None:
-        """Let the taps write to `store`; before CUDA graphs are captured."""
+    def bind(self: Any, store: QueryStore, sparse: SparseDraft | None) -> None:
+        """Let the taps write to `store` and the draft read the lists of `sparse`; before CUDA graphs are captured."""
         self.store = store
-        self.draft_extend_attn_backend.store = store
+        self.draft_extend_attn_backend.store, self.draft_extend_attn_backend.sparse = store, sparse
+        self.draft_attn_backend.sparse = sparse
         for step, backend in enumerate(self.draft_attn_backend.attn_backends):
             backend.store, backend.step = store, step
+            backend.sparse = sparse
 
     def _draft_extend_for_decode(self: Any, batch: Any, batch_result: Any) -> None:
         super()._draft_extend_for_decode(batch, batch_result)  # type: ignore[misc]

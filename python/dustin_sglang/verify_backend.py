@@ -1,4 +1,4 @@
-"""FlashInfer verification over the selected slots, and the tapped FlashInfer backends of the draft.
+"""FlashInfer verification over the selected slots.
 
 The list of a request is its selected positions followed by the slots of the g tokens under verification, at page
 size 1 as SGLang's FlashInfer backend always uses it. A chain needs no mask: attention is causal at the end of the
@@ -15,16 +15,14 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from sglang.srt.layers.attention.flashinfer_backend import (
     FlashInferAttnBackend,
-    FlashInferMultiStepDraftBackend,
     PrefillMetadata,
     fast_prefill_plan,
 )
 from sglang.srt.layers.attention.verify_mask import VerifyMask
-from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from dustin_kernels import pack_tree_mask, write_slots
-from dustin_sglang.tap import DecodeTap, ExtendTap
+from dustin_sglang.tap import ExtendTap
 
 if TYPE_CHECKING:
     from dustin_sglang.selection.selector import Selection
@@ -237,37 +235,3 @@ class DustinFlashInferBackend(ExtendTap, FlashInferAttnBackend):
 
 def _indptr(lens: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(torch.cumsum(lens, dim=0, dtype=torch.int32), (1, 0))
-
-
-class TappedFlashInferBackend(ExtendTap, FlashInferAttnBackend):
-    """The draft's prefill and draft-extend attention."""
-
-
-class TappedFlashInferStep(DecodeTap, FlashInferAttnBackend):
-    """The attention of one draft decode step."""
-
-
-class TappedMultiStepBackend(FlashInferMultiStepDraftBackend):
-    """The draft's decode attention: one tapped backend a step."""
-
-    def __init__(self, model_runner: Any, topk: int, speculative_num_steps: int) -> None:
-        super().__init__(model_runner, topk, speculative_num_steps)
-        self.attn_backends = [
-            TappedFlashInferStep(
-                model_runner,
-                skip_prefill=True,
-                kv_indptr_buf=self.kv_indptr[step],
-                kv_last_page_len_buf=self.kv_last_page_len,
-            )
-            for step in range(speculative_num_steps - 1)
-        ]
-
-
-class TappedDraftBackendFactory(DraftBackendFactory):
-    """SGLang's factory with tapped FlashInfer backends."""
-
-    def _create_flashinfer_decode_backend(self) -> TappedMultiStepBackend:
-        return TappedMultiStepBackend(self.draft_model_runner, self.topk, self.speculative_num_steps)
-
-    def _create_flashinfer_prefill_backend(self) -> TappedFlashInferBackend:
-        return TappedFlashInferBackend(self.draft_model_runner, skip_prefill=False)

@@ -13,20 +13,22 @@ from dustin_sglang.selection.policy import POLICIES
 from dustin_sglang.selection.selector import Selector
 from dustin_sglang.selection.signals import Signal
 from dustin_sglang.selection.state import QueryStore
+from dustin_sglang.sparse_draft import SparseDraft, dense_draft_layers
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """What the worker needs each round."""
+    """What the worker needs each round; `sparse_draft` is None where drafting reads everything."""
 
     selector: Selector
     target_backend: Any
     target_store: QueryStore
     profile: Profile
     draft_kind: str
+    sparse_draft: SparseDraft | None
 
     def describe(self, config: DustinConfig) -> str:
-        """The start-up line: policy, budget, profile, draft kind and what is exact."""
+        """The start-up line: policy, budget, profile, draft kind, what the draft reads and what is exact."""
         budget, policy = self.selector.budget, self.selector.policy
         if policy.dense:
             reads, exact = "every position", "everything"
@@ -39,8 +41,15 @@ class Wiring:
         lookahead, history = self.profile.lookahead, self.profile.history
         return (
             f"dustin: policy {policy.name}, verification reads {reads}; profile {self.profile.name} (draft layers "
-            f"{_span(lookahead)}, target layer {_span(history)}); draft {self.draft_kind}; exact: {exact}"
+            f"{_span(lookahead)}, target layer {_span(history)}); draft {self.draft_kind}; drafting reads "
+            f"{self._drafting()}; exact: {exact}"
         )
+
+    def _drafting(self) -> str:
+        if self.sparse_draft is None:
+            return "every position"
+        dense = self.sparse_draft.dense_layers
+        return "the last list and the tokens since" + (" but in the profile's layers" if dense else "")
 
 
 def _span(heads: Heads) -> str:
@@ -64,6 +73,8 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
     ------
     ProfileError
         A profile that does not fit the models.
+    ConfigError
+        A ``--dustin-sparse-draft`` that leaves every layer of this draft dense.
     ValueError
         A KV cache of another type than its model.
     """
@@ -82,7 +93,6 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
         branches=draft_worker.topk,
     )
     target_store = _store(target_runner, profile.history, pending_rows=width)
-    draft_worker.bind(draft_store)
     target_backend = target_runner.attn_backend
     target_backend.store = target_store
 
@@ -96,7 +106,13 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
         lookahead=_signal(draft_runner, draft_store, shift=1),
         history=_signal(target_runner, target_store, shift=0),
     )
-    return Wiring(selector, target_backend, target_store, profile, draft_runner.spec_algorithm.kind.value)
+    sparse_draft = None
+    if config.sparse_draft != "off" and not policy.dense:
+        dense_layers = dense_draft_layers(config.sparse_draft, draft.layers, profile.lookahead.layers)
+        sparse_draft = SparseDraft(dense_layers, total, width, draft_runner.req_to_token_pool.req_to_token)
+    draft_worker.bind(draft_store, sparse_draft)
+    kind = draft_runner.spec_algorithm.kind.value
+    return Wiring(selector, target_backend, target_store, profile, kind, sparse_draft)
 
 
 def _store(runner: Any, heads: Heads, **kwargs: Any) -> QueryStore:

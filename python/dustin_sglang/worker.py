@@ -46,34 +46,46 @@ class SparseVerification:
                 metrics.enable()
 
     def forward_batch_generation(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch; one that (re-)enters as a prefill starts with exact KV."""
-        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+        """Run a batch; one that (re-)enters as a prefill starts with exact KV and leaves with a list to draft over."""
+        prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
+        if prefill:
             for req in batch.reqs:
                 set_exact(req)
-        return super().forward_batch_generation(batch, *args, **kwargs)  # type: ignore[misc]
+        result = super().forward_batch_generation(batch, *args, **kwargs)  # type: ignore[misc]
+        if prefill and self._wiring.sparse_draft is not None and not batch.forward_mode.is_idle():
+            self._select(batch, drafted=False)
+        return result
 
     def verify(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Verify a drafted batch over its selected positions."""
         if batch.forward_mode.is_idle():
             return super().verify(batch, *args, **kwargs)  # type: ignore[misc]
         verify_input = batch.spec_info
-        selection = self._select(batch)
+        selection = self._select(batch, drafted=True)
+        self._account(batch, selection)
         self._wiring.target_backend.attend_to(selection)
         result = super().verify(batch, *args, **kwargs)  # type: ignore[misc]
         self._keep(batch, selection, verify_input, result.accept_lens)
         return result
 
-    def _select(self: Any, batch: Any) -> Selection:
+    def _select(self: Any, batch: Any, *, drafted: bool) -> Selection:
+        """Select for a batch; where drafting is sparse, the next draft forwards read the same."""
         seq_lens = batch.seq_lens_cpu.tolist()
         context = Context(
             self.req_to_token_pool.req_to_token, batch.req_pool_indices.long(), batch.seq_lens, max(seq_lens)
         )
-        selection = self._wiring.selector.select(context, seq_lens)
+        selection = self._wiring.selector.select(context, seq_lens, drafted=drafted)
+        if self._wiring.sparse_draft is not None:
+            self._wiring.sparse_draft.keep(selection, context.req_pool_indices, context.seq_lens)
+        return selection
+
+    def _account(self: Any, batch: Any, selection: Selection) -> None:
+        """Count what a verification reads, and end the exactness of requests that it reads in part."""
+        seq_lens = batch.seq_lens_cpu.tolist()
         metrics.get().verified(self._wiring.selector.budget, selection, seq_lens)
         for req, seq_len, sparse in zip(batch.reqs, seq_lens, selection.sparse, strict=True):
             if sparse:
                 end_exact(req, seq_len)
-        return selection
 
     def _keep(self: Any, batch: Any, selection: Selection, verify_input: Any, accept_lens: torch.Tensor) -> None:
         """Keep the target's query of each request's last confirmed token for the next round."""

@@ -84,8 +84,8 @@ def generate(model: str, shift: int) -> dict[str, object]:
     selector._lookahead._shift = shift
     select = selector.select
 
-    def recorded(context: object, seq_lens: list[int]) -> object:
-        selection = select(context, seq_lens)
+    def recorded(*args: object, **kwargs: object) -> object:
+        selection = select(*args, **kwargs)
         lists.append(selection.positions[0].tolist())
         return selection
 

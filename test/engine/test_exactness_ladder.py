@@ -43,6 +43,36 @@ def test_dense_budget_gives_dense_tokens(
     assert result["steps"] < 2 * (NEW_TOKENS + 15), "no draft was ever accepted"
 
 
+@pytest.mark.parametrize(
+    "kind, mode, shape, page_size",
+    [
+        ("standalone", "all", {}, 16),
+        ("standalone", "all", TREE, 16),
+        ("standalone", "unscored", TREE, 1),
+        ("eagle", "all", {}, 1),
+        ("eagle3", "all", TREE, 16),
+    ],
+)
+def test_a_sparse_draft_drafts_as_a_dense_one_within_the_budget(
+    models: dict[str, str],
+    dense: dict[str, list[int]],
+    kind: str,
+    mode: str,
+    shape: dict[str, int],
+    page_size: int,
+) -> None:
+    arguments = dustin(models, kind, page_size=page_size, chunked_prefill_size=64, **shape)
+    steps = {}
+    for drafting in ("off", mode):
+        env = {"DUSTIN_BUDGET": "4096", "DUSTIN_SPARSE_DRAFT": drafting}
+        result = in_child(generate, arguments, PROMPTS, NEW_TOKENS, env=env)
+        assert result["first"] == dense
+        assert result["again"] == list(dense.values())
+        assert result["leaked"] == 0
+        steps[drafting] = result["steps"]
+    assert steps["off"] == steps[mode], "as many verifications: the drafts are the same"
+
+
 @pytest.mark.parametrize("kind", ["standalone", "eagle", "eagle3"])
 def test_dense_speculation_of_sglang_agrees_too(models: dict[str, str], dense: dict[str, list[int]], kind: str) -> None:
     for shape in ({}, TREE):
@@ -64,7 +94,10 @@ def test_requests_within_the_budget_are_exact_beside_sparse_ones(
     assert result["leaked"] == 0
 
 
-def test_the_dense_policy_is_dense_whatever_the_budget(models: dict[str, str], dense: dict[str, list[int]]) -> None:
-    env = {"DUSTIN_BUDGET": "68", "DUSTIN_POLICY": "dense"}
+@pytest.mark.parametrize("drafting", ["off", "all"])
+def test_the_dense_policy_is_dense_whatever_the_budget(
+    models: dict[str, str], dense: dict[str, list[int]], drafting: str
+) -> None:
+    env = {"DUSTIN_BUDGET": "68", "DUSTIN_POLICY": "dense", "DUSTIN_SPARSE_DRAFT": drafting}
     result = in_child(generate, dustin(models), PROMPTS, NEW_TOKENS, env=env)
     assert result["first"] == dense

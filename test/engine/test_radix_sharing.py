@@ -47,6 +47,16 @@ def test_the_second_turn_prefills_only_what_was_approximate(
     assert result["reply"] == in_child(alone, arguments, result["second"], REPLY, env=env)
 
 
+@pytest.mark.parametrize("kind", ["standalone", "eagle"])
+@pytest.mark.parametrize("budget", [80, len(FIRST) + 20])
+def test_what_a_sparse_draft_wrote_is_not_shared(models: dict[str, str], kind: str, budget: int) -> None:
+    # By lookahead alone: a draft key that a sparse draft wrote would change the second turn's lists.
+    env = {"DUSTIN_BUDGET": str(budget), "DUSTIN_POLICY": "lookahead", "DUSTIN_SPARSE_DRAFT": "all"}
+    result = in_child(two_turns, dustin(models, kind), env=env)
+    assert result["cached"] >= len(FIRST) - 1 and result["leaked"] == 0
+    assert result["reply"] == in_child(alone, dustin(models, kind), result["second"], REPLY, env=env)
+
+
 def test_a_request_that_turns_sparse_shares_what_came_before(models: dict[str, str]) -> None:
     budget = len(FIRST) + 20
     result = in_child(two_turns, dustin(models), env={"DUSTIN_BUDGET": str(budget)})

@@ -26,6 +26,8 @@ NEAR_TIE = 0.25
 STOCK_TIE = 0.5
 NEW_TOKENS = 48
 EXACT = {"DUSTIN_BUDGET": "8192"}
+# A draft that reads wrong slots still gives right tokens; only fewer of its own are accepted.
+SAME_DRAFTS = 0.3
 
 
 def prompts() -> list[list[int]]:
@@ -86,10 +88,31 @@ def test_budget_of_the_context_is_dense(name: str, kwargs: dict[str, Any], dense
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"disable_cuda_graph": True}], ids=["graphs", "no graphs"])
+@pytest.mark.parametrize("mode", ["all", "unscored"])
+def test_a_sparse_draft_drafts_as_a_dense_one_within_the_budget(
+    mode: str, kwargs: dict[str, Any], dense: list[dict[str, Any]]
+) -> None:
+    with engines.engine("dustin", env=EXACT | {"DUSTIN_SPARSE_DRAFT": mode}, **kwargs) as running:
+        got = engines.greedy(running, prompts(), NEW_TOKENS)
+    check(f"sparse draft, {mode}", got, dense)
+    sparse_length, dense_length = (sum(g["accept_length"] for g in run) / len(run) for run in (got, dense))
+    assert abs(sparse_length - dense_length) < SAME_DRAFTS
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"disable_cuda_graph": True}], ids=["graphs", "no graphs"])
 def test_tree_agrees_with_the_chain(kwargs: dict[str, Any], dense: list[dict[str, Any]]) -> None:
     tree = dict(speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=6)
     with engines.engine("dustin", env=EXACT, **tree, **kwargs) as running:
         check("tree", engines.greedy(running, prompts(), NEW_TOKENS), dense)
+
+
+def test_a_sparsely_drafted_tree_of_pages_agrees_with_the_chain(dense: list[dict[str, Any]]) -> None:
+    tree = dict(speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=6, page_size=16)
+    with engines.engine("dustin", env=EXACT | {"DUSTIN_SPARSE_DRAFT": "all"}, **tree) as running:
+        got = engines.greedy(running, prompts(), NEW_TOKENS)
+    check("sparse draft, tree", got, dense)
+    dense_length = sum(d["accept_length"] for d in dense)
+    assert sum(g["accept_length"] for g in got) > dense_length - SAME_DRAFTS * len(dense), "two branches find no fewer"
 
 
 def test_sparse_run_at_6k(dense: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ from dustin_sglang.config import ConfigError, DustinConfig, add_flags, flags_to_
 
 
 def test_defaults_are_the_documented_ones() -> None:
-    assert DustinConfig.from_env({}) == DustinConfig(512, 4, 64, None, "auto", "hybrid", "exact")
+    assert DustinConfig.from_env({}) == DustinConfig(512, 4, 64, None, "auto", "hybrid", "exact", "off")
 
 
 def test_variables_set_every_field() -> None:
@@ -20,8 +20,9 @@ def test_variables_set_every_field() -> None:
         "DUSTIN_PROFILE": "pair.json",
         "DUSTIN_POLICY": "history",
         "DUSTIN_RADIX": "shared",
+        "DUSTIN_SPARSE_DRAFT": "unscored",
     }
-    assert DustinConfig.from_env(env) == DustinConfig(256, 2, 16, 0.75, "pair.json", "history", "shared")
+    assert DustinConfig.from_env(env) == DustinConfig(256, 2, 16, 0.75, "pair.json", "history", "shared", "unscored")
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,7 @@ def test_variables_set_every_field() -> None:
         ("LOOKAHEAD_SHARE", "nan", "--dustin-lookahead-share", "from 0 to 1"),
         ("POLICY", "best", "--dustin-policy", "hybrid"),
         ("RADIX", "yes", "--dustin-radix", "exact, shared"),
+        ("SPARSE_DRAFT", "on", "--dustin-sparse-draft", "off, all, unscored"),
     ],
 )
 def test_a_bad_value_names_flag_value_and_range(name: str, value: str, flag: str, allowed: str) -> None:

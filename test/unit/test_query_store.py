@@ -71,3 +71,13 @@ def test_ahead_rows_are_grouped_by_request_with_the_kept_row_last() -> None:
     expected = torch.stack([q[0][2], q[0][3], q[1][2], q[1][3]])[:, [0, 2, 1]]
     assert torch.equal(queries[1, :4], expected)
     assert torch.equal(queries[1, 4, :2], q[0][1, [0, 2]])
+
+
+def test_before_a_round_has_drafted_only_the_kept_row_speaks() -> None:
+    draft = store(steps=2, branches=2)
+    q = torch.randn(4, 3, 4)
+    draft.write_ahead(0, 1, q)  # another batch's round
+    draft.keep(1, q[:2], torch.tensor([0, 1]))
+    queries = draft.queries(torch.tensor([1]), drafted=False)
+    assert queries.shape == (1, 1, 3, 4)
+    assert torch.equal(queries[0, 0, :2], q[1, [0, 2]])

@@ -72,9 +72,13 @@ class CpuAttnBackend(AttentionBackend):
         elif mode.is_target_verify():
             self.forward_metadata = self._verify_segments(forward_batch)
         elif mode.is_context_parallel_extend(include_draft_extend_v2=True):
-            self.forward_metadata = self._extend_segments(forward_batch)
+            self.forward_metadata = self._extend_segments(forward_batch, self.committed_slots(forward_batch))
         else:
             raise NotImplementedError(f"the CPU attention backend does not run {mode.name} batches")
+
+    def layer_segments(self, layer_id: int) -> list[Segment]:
+        """What one layer attends to; a sparse backend overrides this."""
+        return self.forward_metadata or []
 
     def verify_slots(self, forward_batch: ForwardBatch) -> list[torch.Tensor]:
         """Committed context that verification reads; a sparse backend overrides this.
@@ -150,7 +154,7 @@ class CpuAttnBackend(AttentionBackend):
         k_cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         v_cache = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
 
-        segments = self.forward_metadata or []
+        segments = self.layer_segments(layer.layer_id)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if query.shape[0] != sum(segment.num_rows for segment in segments):
             raise RuntimeError(f"{query.shape[0]} query rows do not match the batch that attention was prepared for")
@@ -162,9 +166,8 @@ class CpuAttnBackend(AttentionBackend):
     def _decode_segments(self, forward_batch: ForwardBatch) -> list[Segment]:
         return [Segment(slice(b, b + 1), slots) for b, slots in enumerate(self.committed_slots(forward_batch))]
 
-    def _extend_segments(self, forward_batch: ForwardBatch) -> list[Segment]:
+    def _extend_segments(self, forward_batch: ForwardBatch, slots: list[torch.Tensor]) -> list[Segment]:
         lengths = forward_batch.extend_seq_lens.tolist()
-        slots = self.committed_slots(forward_batch)
         mask = CausalMask(max(lengths), max(s.numel() for s in slots), self.dtype)
         stops = itertools.accumulate(lengths)
         return [

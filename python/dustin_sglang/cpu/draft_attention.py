@@ -60,14 +60,23 @@ class CpuMultiStepDraftBackend:
             from ``req_to_token``, makes it the same as what it writes for every page layout.
         """
         if forward_batch.forward_mode.is_idle() or not self.attn_backends:
-            contexts, drafts = [], torch.empty(0, self.topk, self.speculative_num_steps, dtype=torch.int64)
+            contexts = []
         else:
             contexts = self.attn_backends[0].committed_slots(forward_batch)
-            drafts = forward_batch.out_cache_loc.long().view(-1, self.topk, self.speculative_num_steps)
-        for step, backend in enumerate(self.attn_backends):
-            backend.forward_metadata = [
-                self._segment(b, context, drafts[b, :, : step + 1], backend.dtype) for b, context in enumerate(contexts)
-            ]
+        for backend, segments in zip(self.attn_backends, self.step_segments(forward_batch, contexts), strict=True):
+            backend.forward_metadata = segments
+
+    def step_segments(self, forward_batch: ForwardBatch, contexts: list[torch.Tensor]) -> list[list[Segment]]:
+        """Segments of each step over these context slots, int64 ``[kv_b]`` a request; none for an idle batch."""
+        steps = range(len(self.attn_backends))
+        if not contexts:
+            return [[] for _ in steps]
+        drafts = forward_batch.out_cache_loc.long().view(-1, self.topk, self.speculative_num_steps)
+        dtype = self.attn_backends[0].dtype
+        return [
+            [self._segment(b, context, drafts[b, :, : step + 1], dtype) for b, context in enumerate(contexts)]
+            for step in steps
+        ]
 
     def _segment(self, request: int, context: torch.Tensor, drafts: torch.Tensor, dtype: torch.dtype) -> Segment:
         """All branches of a request: context, then branch after branch (``drafts`` is int64 ``[topk, written]``)."""

@@ -48,7 +48,7 @@ class Selector:
         """Whether a context of `seq_len` tokens is listed in part."""
         return not self.policy.dense and seq_len > self.budget.total
 
-    def select(self, context: Context, seq_lens: list[int]) -> Selection:
+    def select(self, context: Context, seq_lens: list[int], *, drafted: bool = True) -> Selection:
         """Score and choose for a batch.
 
         Parameters
@@ -58,12 +58,14 @@ class Selector:
         seq_lens
             The same committed lengths on the host. Every decision is taken from these, so that all ranks agree and
             nothing is copied back from the device.
+        drafted
+            Whether the batch has been drafted in this round; a selection before that looks ahead with the kept queries.
         """
         sparse = [self.is_sparse(n) for n in seq_lens]
         if not any(sparse):
             return Selection(None, list(seq_lens), sparse)
         policy = self.policy
-        lookahead = self._lookahead.score(context) if policy.uses_lookahead else None
+        lookahead = self._lookahead.score(context, drafted=drafted) if policy.uses_lookahead else None
         history = self._history.score(context) if policy.uses_history else None
         positions = policy.select(self.budget, lookahead, history, context.seq_lens, context.max_len)
         return Selection(positions, [min(n, self.budget.total) for n in seq_lens], sparse)

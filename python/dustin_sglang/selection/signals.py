@@ -65,8 +65,15 @@ class Signal:
         self._store, self._keys, self._kv_heads = store, keys, kv_heads
         self._sm_scale, self._shift, self._reduce = sm_scale, shift, reduce
 
-    def score(self, context: Context) -> torch.Tensor:
+    def score(self, context: Context, *, drafted: bool = True) -> torch.Tensor:
         """Softmax attention of the stored queries over the context, summed over rows and heads.
+
+        Parameters
+        ----------
+        context
+            The batch.
+        drafted
+            Whether the rows of this round's decode steps are there; only the kept row counts otherwise.
 
         Returns
         -------
@@ -75,7 +82,7 @@ class Signal:
         """
         if self._store.heads.count:
             scores = score_positions(
-                self._store.queries(context.req_pool_indices),
+                self._store.queries(context.req_pool_indices, drafted=drafted),
                 self._keys,
                 self._store.heads.layer_index,
                 self._kv_heads,

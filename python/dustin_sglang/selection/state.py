@@ -75,17 +75,17 @@ class QueryStore:
         """Keep the pending rows `index` int64 ``[batch]`` for the request slots int64 ``[batch]``."""
         self.kept[slots] = self._pending[index]
 
-    def queries(self, slots: torch.Tensor) -> torch.Tensor:
-        """All rows that speak for a batch: the draft's decode steps of this round, then the kept row.
+    def queries(self, slots: torch.Tensor, *, drafted: bool = True) -> torch.Tensor:
+        """All rows that speak for a batch: those of this round's decode steps, if it has drafted, then the kept row.
 
         Returns
         -------
         torch.Tensor
-            ``[batch, steps * branches + 1, heads, head_dim]``.
+            ``[batch, steps * branches + 1, heads, head_dim]``; ``[batch, 1, heads, head_dim]`` before the draft.
         """
         batch, steps = slots.shape[0], self._ahead.shape[0]
         kept = self.kept[slots].unsqueeze(1)
-        if steps == 0:
+        if steps == 0 or not drafted:
             return kept
         ahead = self._ahead[:, : batch * self.branches].unflatten(1, (batch, self.branches))
         return torch.cat([ahead.transpose(0, 1).flatten(1, 2), kept], dim=1)

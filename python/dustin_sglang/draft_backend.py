@@ -1,0 +1,195 @@
+"""The draft's GPU backends: SGLang's FlashInfer, tapped, and attention over lists where drafting is sparse.
+
+Sparse layers take `attend_slots`, which reads lengths on the device: nothing is planned for them, and FlashInfer is
+planned, as SGLang does it, for layers that stay dense alone. A captured graph makes the decode steps' lists itself.
+The draft extend's are written before its graph starts: from then on SGLang lets the scheduler change `req_to_token`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend, FlashInferMultiStepDraftBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+from dustin_kernels import attend_slots
+from dustin_sglang.sparse_draft import SlotLists, SparseDraft, pack_lists
+from dustin_sglang.tap import DecodeTap, ExtendTap
+
+
+class SparseFlashInferBackend(FlashInferAttnBackend):
+    """FlashInfer, some of whose layers read lists in the draft's decode steps and draft extends.
+
+    Attributes
+    ----------
+    sparse
+        The lists by request slot; None where drafting is dense.
+    listed
+        Lists of the decode steps or draft extends to come, or of those being captured.
+    """
+
+    sparse: SparseDraft | None = None
+    listed: SlotLists | None = None
+
+    def is_listed(self, layer: Any) -> bool:
+        """Whether a layer reads the list rather than everything."""
+        return self.sparse is not None and layer.layer_id not in self.sparse.dense_layers
+
+    def attend_listed(
+        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, rows: int, save_kv_cache: bool
+    ) -> torch.Tensor:
+        """Write the new KV as FlashInfer's forwards do, then attend to the lists, `rows` query rows a list."""
+        if self.listed is None:
+            raise RuntimeError("a sparse draft forward ran before its lists were made")
+        if k is not None and save_kv_cache:
+            where = KVWriteLoc(forward_batch.out_cache_loc, None)
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, *self._kv_write_scales(layer))
+        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        out = attend_slots(
+            q.contiguous().view(-1, layer.tp_q_head_num, layer.head_dim),
+            keys,
+            values,
+            self.listed.kv_indptr,
+            self.listed.kv_indices,
+            rows,
+            layer.scaling,
+            max_kv_len=self.listed.max_kv_len,
+        )
+        return out.view(-1, layer.tp_q_head_num * layer.head_dim)
+
+
+class DraftExtendBackend(SparseFlashInferBackend):
+    """The draft's prefill, which is always dense, and its draft extends."""
+
+    num_draft_tokens: int
+
+    def __init__(self, model_runner: Any, **kwargs: Any) -> None:
+        super().__init__(model_runner, **kwargs)
+        self.num_draft_tokens = model_runner.server_args.speculative_num_draft_tokens
+        self._captured: dict[int, SlotLists] = {}
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare an eager forward."""
+        lists = self._lists(forward_batch)
+        if lists is not None:
+            self.listed = lists
+        if self._needs_flashinfer(lists):
+            super().init_forward_metadata(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Prepare the capture of a draft extend, or refill the buffers that the captured one reads."""
+        lists, bs = self._lists(forward_batch), forward_batch.batch_size
+        if lists is not None and in_capture:
+            self.listed = self._captured[bs] = lists
+        elif lists is not None:
+            self._captured[bs].kv_indptr.copy_(lists.kv_indptr)
+            self._captured[bs].kv_indices.copy_(lists.kv_indices)
+        if self._needs_flashinfer(lists):
+            super().init_forward_metadata_out_graph(forward_batch, in_capture)
+
+    def forward_extend(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+    ) -> torch.Tensor:
+        """Attend: draft extends over the lists in sparse layers, everything else as FlashInfer does."""
+        if forward_batch.forward_mode.is_draft_extend_v2() and self.is_listed(layer):
+            return self.attend_listed(q, k, v, layer, forward_batch, self.num_draft_tokens, save_kv_cache)
+        out: torch.Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        return out
+
+    def _lists(self, forward_batch: Any) -> SlotLists | None:
+        """Lists of a draft extend, which end with its own tokens; None for another forward or a dense draft."""
+        if self.sparse is None or not forward_batch.forward_mode.is_draft_extend_v2():
+            return None
+        bs = forward_batch.batch_size
+        slots, counts = self.sparse.context(forward_batch.req_pool_indices[:bs], forward_batch.seq_lens[:bs])
+        return pack_lists(slots, counts, slots[:, :0])
+
+    def _needs_flashinfer(self, lists: SlotLists | None) -> bool:
+        return lists is None or self.sparse is None or bool(self.sparse.dense_layers)
+
+
+class TappedFlashInferBackend(ExtendTap, DraftExtendBackend):
+    """The draft's prefill and draft-extend attention."""
+
+
+class DraftStepBackend(SparseFlashInferBackend):
+    """One draft decode step."""
+
+    def forward_decode(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+    ) -> torch.Tensor:
+        """Attend over the lists in sparse layers, as FlashInfer does in the others."""
+        if self.is_listed(layer):
+            return self.attend_listed(q, k, v, layer, forward_batch, 1, save_kv_cache)
+        out: torch.Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+        return out
+
+
+class TappedFlashInferStep(DecodeTap, DraftStepBackend):
+    """The attention of one draft decode step."""
+
+
+class TappedMultiStepBackend(FlashInferMultiStepDraftBackend):
+    """The draft's decode attention: one tapped backend a step."""
+
+    sparse: SparseDraft | None = None
+
+    def __init__(self, model_runner: Any, topk: int, speculative_num_steps: int) -> None:
+        super().__init__(model_runner, topk, speculative_num_steps)
+        self.attn_backends = [
+            TappedFlashInferStep(
+                model_runner,
+                skip_prefill=True,
+                kv_indptr_buf=self.kv_indptr[step],
+                kv_last_page_len_buf=self.kv_last_page_len,
+            )
+            for step in range(speculative_num_steps - 1)
+        ]
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what captured dense layers read."""
+        if self._needs_flashinfer:
+            super().init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare the steps of an eager round."""
+        if self._needs_flashinfer:
+            super().init_forward_metadata(forward_batch)
+        self._list(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Plan the dense layers of a captured round."""
+        if self._needs_flashinfer:
+            super().init_forward_metadata_out_graph(forward_batch, in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Record how the lists of a captured round are made."""
+        super().init_forward_metadata_in_graph(forward_batch)
+        self._list(forward_batch)
+
+    @property
+    def _needs_flashinfer(self) -> bool:
+        return self.sparse is None or bool(self.sparse.dense_layers)
+
+    def _list(self, forward_batch: Any) -> None:
+        """Let step i read, for each branch, the request's list and the branch's own tokens of steps 0 to i."""
+        if self.sparse is None or forward_batch.forward_mode.is_idle():
+            return
+        bs = forward_batch.batch_size
+        slots, counts = self.sparse.context(forward_batch.req_pool_indices[:bs], forward_batch.seq_lens[:bs])
+        slots, counts = slots.repeat_interleave(self.topk, dim=0), counts.repeat_interleave(self.topk, dim=0)
+        own = forward_batch.out_cache_loc.view(bs * self.topk, self.speculative_num_steps)
+        for step, backend in enumerate(self.attn_backends):
+            backend.listed = pack_lists(slots, counts, own[:, : step + 1])
+
+
+class TappedDraftBackendFactory(DraftBackendFactory):
+    """SGLang's factory with tapped FlashInfer backends."""
+
+    def _create_flashinfer_decode_backend(self) -> TappedMultiStepBackend:
+        return TappedMultiStepBackend(self.draft_model_runner, self.topk, self.speculative_num_steps)
+
+    def _create_flashinfer_prefill_backend(self) -> TappedFlashInferBackend:
+        return TappedFlashInferBackend(self.draft_model_runner, skip_prefill=False)

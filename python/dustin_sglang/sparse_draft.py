@@ -1,0 +1,172 @@
+"""Sparse drafting: the draft attends to what the last selection of each request chose and to the tokens since.
+
+The draft's KV is shifted by one: draft slot j holds token j + 1, so a listed position p is draft slot p - 1, and
+position 0 has none. Of a selection made at committed length n, a draft forward reads the slots p - 1 of its positions
+and every slot from n - 1 up: the tokens committed since and the forward's own. With every position listed that is
+everything, which is what dense drafting reads.
+
+A request has a list before its first draft: its prefill leaves one, chosen by the queries that the prefill kept.
+
+Nothing approximate is written below `exact_len` (`radix.py`). A list leaves something out only if its request was
+longer than the budget at that selection. Right after a prefill, decode steps follow, whose KV the round's draft extend
+replaces, and then a verification, sparse as well, which ends exactness at this same length before the draft extend
+writes there. Later lists come with the verification that has ended exactness already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dustin_sglang.config import ConfigError
+from dustin_sglang.selection.selector import Selection
+
+
+def draft_reads(
+    lists: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions, in the draft's own numbering, that forwards read of their committed context.
+
+    Recordable in a CUDA graph: shapes are static and nothing waits for the device.
+
+    Parameters
+    ----------
+    lists
+        Selected positions of the target, ascending and unique, int32 ``[batch, k]``. A row is read only where its
+        start is beyond k; up to there every position is listed.
+    starts
+        int64 ``[batch]``, committed length at each selection, at least 1.
+    ends
+        int64 ``[batch]``, one past the last slot to read, at least the start.
+    width
+        Columns of the result; k + 1 + the largest ``ends - starts`` holds every case.
+
+    Returns
+    -------
+    positions : torch.Tensor
+        int64 ``[batch, width]``: ``{p - 1: p listed, p > 0}`` and ``starts - 1 .. ends - 1``, ascending and unique;
+        meaningless beyond a request's count.
+    counts : torch.Tensor
+        int64 ``[batch]``.
+    """
+    k = lists.shape[1]
+    column = torch.arange(width, device=lists.device).unsqueeze(0)
+    starts, ends = starts.unsqueeze(1), ends.unsqueeze(1)
+    whole = starts <= k
+    skipped = (lists[:, :1] == 0).long()  # position 0, which no draft slot holds
+    listed = torch.where(whole, starts - 1, k - skipped)
+    chosen = lists.gather(1, (column + skipped).clamp(max=k - 1)).long() - 1
+    recent = starts - 1 + column - listed
+    positions = torch.where(column < listed, torch.where(whole, column, chosen), recent)
+    return positions, (listed + ends - starts + 1).squeeze(1)
+
+
+@dataclass(frozen=True)
+class SlotLists:
+    """Packed lists of KV slots, as `dustin_kernels.attend_slots` takes them.
+
+    Attributes
+    ----------
+    kv_indptr
+        int32 ``[rows + 1]``.
+    kv_indices
+        int32, with room for rows of `max_kv_len` entries.
+    max_kv_len
+        The longest that a row can be.
+    """
+
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    max_kv_len: int
+
+
+def pack_lists(context: torch.Tensor, counts: torch.Tensor, own: torch.Tensor) -> SlotLists:
+    """Pack the first `counts` slots of each row of `context`, followed by all of `own`; recordable.
+
+    Parameters
+    ----------
+    context
+        ``[rows, width]``.
+    counts
+        int64 ``[rows]``, at most `width`.
+    own
+        ``[rows, n]``; n may be 0.
+    """
+    rows, width = context.shape
+    room = width + own.shape[1]
+    column = torch.arange(room, device=context.device).unsqueeze(0)
+    count = counts.unsqueeze(1)
+    kv_indptr = torch.nn.functional.pad(torch.cumsum(counts + own.shape[1], 0, dtype=torch.int32), (1, 0))
+    # Context slots keep their column, own slots close up to them; what is not listed goes behind the end.
+    place = kv_indptr[:-1].unsqueeze(1) + torch.where(column < width, column, column - width + count)
+    place = torch.where((column < count) | (column >= width), place, rows * room)
+    slots = torch.cat([context, own], dim=1).to(torch.int32)
+    kv_indices = torch.zeros(rows * room + 1, dtype=torch.int32, device=context.device)
+    kv_indices.scatter_(0, place.flatten(), slots.flatten())
+    return SlotLists(kv_indptr, kv_indices, room)
+
+
+class SparseDraft:
+    """The lists that the draft reads, by request slot, in static buffers.
+
+    Parameters
+    ----------
+    dense_layers
+        Draft layers that read everything all the same.
+    budget
+        k, positions of a list.
+    new_tokens
+        Most tokens that a draft forward reads beyond the committed length of the selection: g, the tokens under
+        verification, of which a round commits no more either.
+    req_to_token
+        int32 ``[slots, context]``, SGLang's table of KV slots.
+    """
+
+    def __init__(self, dense_layers: frozenset[int], budget: int, new_tokens: int, req_to_token: torch.Tensor) -> None:
+        self.dense_layers = dense_layers
+        self._width = budget + 1 + new_tokens
+        self._req_to_token = req_to_token
+        num_slots, device = req_to_token.shape[0], req_to_token.device
+        self._lists = torch.zeros((num_slots, budget), dtype=torch.int32, device=device)
+        # Slot 0, which stands for the padded rows of a captured batch, keeps this length: they read the dummy KV slot.
+        self._starts = torch.ones(num_slots, dtype=torch.int64, device=device)
+
+    def keep(self, selection: Selection, slots: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Let the requests in `slots` int64 ``[batch]`` draft over `selection`, made at these committed lengths."""
+        self._starts[slots] = seq_lens.long()
+        if selection.positions is not None:
+            self._lists[slots] = selection.positions
+
+    def context(self, slots: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """KV slots that a draft forward reads below `ends` int64 ``[batch]``; recordable.
+
+        Returns
+        -------
+        kv_slots : torch.Tensor
+            int32 ``[batch, width]``, in ascending position, meaningless beyond a request's count.
+        counts : torch.Tensor
+            int64 ``[batch]``.
+        """
+        slots = slots.long()
+        positions, counts = draft_reads(self._lists[slots], self._starts[slots], ends.long(), self._width)
+        positions = positions.clamp(max=self._req_to_token.shape[1] - 1)
+        return self._req_to_token[slots.unsqueeze(1), positions], counts
+
+
+def dense_draft_layers(mode: str, num_layers: int, scoring: tuple[int, ...]) -> frozenset[int]:
+    """Draft layers that ``--dustin-sparse-draft`` `mode` leaves dense: none for "all", the scoring ones for "unscored".
+
+    Raises
+    ------
+    ConfigError
+        "unscored" would leave every layer dense, as in an EAGLE head, whose one layer scores.
+    """
+    if mode == "all":
+        return frozenset()
+    if set(range(num_layers)) <= set(scoring):
+        raise ConfigError(
+            "--dustin-sparse-draft (or DUSTIN_SPARSE_DRAFT) is 'unscored', but every layer of this draft scores, so "
+            "that none would read less; use 'all' or 'off'"
+        )
+    return frozenset(scoring)

@@ -1,0 +1,108 @@
+"""What a sparse draft reads: positions against sets built by hand, packed lists, and lists kept by request slot."""
+
+import random
+
+import pytest
+import torch
+
+from dustin_sglang.config import ConfigError
+from dustin_sglang.selection.selector import Selection
+from dustin_sglang.sparse_draft import SparseDraft, dense_draft_layers, draft_reads, pack_lists
+
+BUDGET = 12
+
+
+def listed(seq_len: int, seed: int) -> list[int]:
+    """What a policy might choose: everything up to the budget, else any positions in order."""
+    return list(range(seq_len)) if seq_len <= BUDGET else sorted(random.Random(seed).sample(range(seq_len), BUDGET))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_draft_reads_the_shifted_list_and_every_slot_since(seed: int) -> None:
+    draw = random.Random(seed)
+    starts = [draw.choice([1, 2, BUDGET - 1, BUDGET, BUDGET + 1, draw.randrange(1, 60)]) for _ in range(8)]
+    ends = [start + draw.randrange(6) for start in starts]
+    chosen = [listed(start, seed * 8 + b) for b, start in enumerate(starts)]
+    lists = torch.tensor([own + [-1] * (BUDGET - len(own)) for own in chosen], dtype=torch.int32)
+    positions, counts = draft_reads(lists, torch.tensor(starts), torch.tensor(ends), BUDGET + 1 + 6)
+    for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        want = {p - 1 for p in chosen[b] if p > 0} | set(range(start - 1, end))
+        assert positions[b, : counts[b]].tolist() == sorted(want)
+
+
+def test_with_every_position_listed_it_reads_everything() -> None:
+    length, end = 30, 34
+    everything = torch.arange(length, dtype=torch.int32).unsqueeze(0)
+    positions, counts = draft_reads(everything, torch.tensor([length]), torch.tensor([end]), 40)
+    assert positions[0, : counts[0]].tolist() == list(range(end))
+
+
+def test_a_request_within_the_budget_reads_everything_whatever_its_row_holds() -> None:
+    stale = torch.full((1, BUDGET), 3, dtype=torch.int32)
+    positions, counts = draft_reads(stale, torch.tensor([BUDGET]), torch.tensor([BUDGET + 4]), BUDGET + 5)
+    assert positions[0, : counts[0]].tolist() == list(range(BUDGET + 4))
+
+
+@pytest.mark.parametrize("own", [0, 1, 3])
+def test_packed_lists_hold_the_counted_slots_then_the_own_ones(own: int) -> None:
+    context = torch.arange(1, 16).view(3, 5).int()
+    counts, tail = torch.tensor([5, 1, 3]), 100 + torch.arange(3 * own).view(3, own)
+    lists = pack_lists(context, counts, tail)
+    for b, count in enumerate(counts.tolist()):
+        row = lists.kv_indices[lists.kv_indptr[b] : lists.kv_indptr[b + 1]].tolist()
+        assert row == context[b, :count].tolist() + tail[b].tolist()
+        assert len(row) <= lists.max_kv_len
+    assert lists.kv_indptr.dtype == lists.kv_indices.dtype == torch.int32
+
+
+def table(slots: int = 4, width: int = 64) -> torch.Tensor:
+    rows = 1000 * torch.arange(slots, dtype=torch.int32).unsqueeze(1) + torch.arange(width, dtype=torch.int32)
+    rows[0] = 0  # SGLang's reserved slot
+    return rows
+
+
+def reads(draft: SparseDraft, slots: list[int], ends: list[int]) -> list[list[int]]:
+    kv_slots, counts = draft.context(torch.tensor(slots), torch.tensor(ends))
+    return [row[:n].tolist() for row, n in zip(kv_slots, counts.tolist(), strict=True)]
+
+
+def test_lists_follow_their_request_slots_when_requests_change_places() -> None:
+    draft = SparseDraft(frozenset(), 3, 4, table())
+    positions = torch.tensor([[0, 5, 19], [0, 7, 29]], dtype=torch.int32)
+    draft.keep(Selection(positions, [3, 3], [True, True]), torch.tensor([1, 2]), torch.tensor([20, 30]))
+    assert reads(draft, [2, 1], [31, 20]) == [[2006, 2028, 2029, 2030], [1004, 1018, 1019]]
+
+
+def test_a_new_request_in_a_slot_has_the_list_of_its_own_prefill() -> None:
+    draft = SparseDraft(frozenset(), 3, 4, table())
+    draft.keep(
+        Selection(torch.tensor([[0, 5, 19]], dtype=torch.int32), [3], [True]), torch.tensor([1]), torch.tensor([20])
+    )
+    draft.keep(Selection(None, [2], [False]), torch.tensor([1]), torch.tensor([2]))
+    assert reads(draft, [1], [3]) == [[1000, 1001, 1002]]
+
+
+def test_padded_rows_of_a_captured_batch_read_the_dummy_slot() -> None:
+    draft = SparseDraft(frozenset(), 3, 4, table())
+    draft.keep(
+        Selection(torch.tensor([[0, 5, 19]], dtype=torch.int32), [3], [True]), torch.tensor([1]), torch.tensor([20])
+    )
+    assert reads(draft, [1, 0], [20, 1])[1] == [0]
+
+
+def test_positions_at_the_end_of_the_table_do_not_leave_it() -> None:
+    draft = SparseDraft(frozenset(), 3, 4, table(width=20))
+    draft.keep(
+        Selection(torch.tensor([[0, 5, 17]], dtype=torch.int32), [3], [True]), torch.tensor([1]), torch.tensor([18])
+    )
+    assert reads(draft, [1], [20]) == [[1004, 1016, 1017, 1018, 1019]]
+
+
+def test_unscored_leaves_the_scoring_layers_dense_and_all_none() -> None:
+    assert dense_draft_layers("all", 4, (2, 3)) == frozenset()
+    assert dense_draft_layers("unscored", 4, (2, 3)) == {2, 3}
+
+
+def test_unscored_is_refused_where_every_layer_scores() -> None:
+    with pytest.raises(ConfigError, match="--dustin-sparse-draft.*'unscored'.*use 'all' or 'off'"):
+        dense_draft_layers("unscored", 1, (0,))
