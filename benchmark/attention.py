@@ -39,6 +39,8 @@ GROUPS = {
     "selection": (*SCORES, *CHOICES, "selection"),
 }
 METHODS = tuple(itertools.chain(*GROUPS.values()))
+_BASE = dict(k=None, method="flashinfer", lookahead=None)
+MAX_FAILURES = 10
 
 
 def row_keys(args: argparse.Namespace, shape: str, batch: int, context: int) -> list[Row]:
@@ -145,12 +147,22 @@ def _spread(timing: Timing, layers: int) -> Row:
 
 
 def with_ratio(row: Row, results: Results) -> Row:
-    """Add dense FlashInfer's time over the row's, where both are times of attention."""
-    base = results.find(**{field: row[field] for field in KEY} | dict(k=None, method="flashinfer", lookahead=None))
-    base = row if row["method"] == "flashinfer" else base
-    if "step_us" not in row or not base or "step_us" not in base:
+    """Add dense FlashInfer's time over the row's, and the share of selection in a step that has one.
+
+    The share is what the step takes longer than one of the same attention over lists that are there already.
+    """
+    if "step_us" not in row:
         return row
-    return row | dict(ratio=round(base["median_us"] / row["median_us"], 2))
+    key = {field: row[field] for field in KEY}
+    ratios = {}
+    base = row if row["method"] == "flashinfer" else results.find(**key | _BASE)
+    if base and "step_us" in base:
+        ratios["ratio"] = round(base["median_us"] / row["median_us"], 2)
+    if row["method"] in SELECTED:
+        alone = results.find(**key | dict(method=row["method"].removesuffix("+selection"), lookahead=None))
+        if alone and "step_us" in alone:
+            ratios["selection_share"] = round(1 - alone["step_us"] / row["step_us"], 3)
+    return row | ratios
 
 
 def describe(row: Row) -> str:
@@ -199,27 +211,36 @@ def cell_of(args: argparse.Namespace, key: Row) -> Cell:
     return Cell(target, draft, key["batch"], key["context"], args.g, args.slots)
 
 
-def run(args: argparse.Namespace, results: Results) -> None:
+def run(args: argparse.Namespace, results: Results, timer: GraphTimer, device: str = "cuda") -> None:
     """Measure all rows that are not there yet."""
     cells = itertools.product(args.shapes, args.contexts, args.batches)
     keys = [key for shape, context, batch in cells for key in row_keys(args, shape, batch, context)]
     left = [key for key in keys if not results.find(**key)]
     print(f"{len(left)} rows to measure, {len(keys) - len(left)} are there", flush=True)
-    arena, timer = Arena(int(args.arena_gib * 2**30), "cuda"), GraphTimer(args.repeats)
+    arena = Arena(int(args.arena_gib * 2**30), device)
 
     @functools.lru_cache(maxsize=1)
     def runner(cell: Cell) -> CellRunner:
         layers = max(scored_layers(lookahead, cell.draft) for lookahead in args.lookahead)
-        return CellRunner(Workload(cell, arena, "cuda", layers), timer, args.bandwidth)
+        return CellRunner(Workload(cell, arena, device, layers), timer, args.bandwidth)
 
+    failures = 0
     for key in progress(left, Deadline(args.minutes), "row"):
         try:
             row = runner(cell_of(args, key)).measure(key["method"], key["k"], key["lookahead"])
         except MemoryError as error:
             row = dict(skipped=str(error))
+        except Exception as error:  # one method's fault; the other rows are still worth their time
+            tqdm.write(f"failed: {key}: {type(error).__name__}: {error}")
+            failures += 1
+            if failures == MAX_FAILURES:
+                break
+            continue
         row = with_ratio(key | row, results)
         results.add(row)
         tqdm.write(describe(row))
+    if failures:
+        raise SystemExit(f"{failures} rows failed; they are not in the file")
 
 
 def main() -> None:
@@ -229,7 +250,8 @@ def main() -> None:
         raise SystemExit("this benchmark needs a CUDA GPU")
     settings: dict[str, Any] = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
     run_of = describe_run() | dict(weights="none", kv="random")
-    run(args, Results(args.json, KEY, settings, run_of, resume=args.resume, any_commit=args.any_commit))
+    results = Results(args.json, KEY, settings, run_of, resume=args.resume, any_commit=args.any_commit)
+    run(args, results, GraphTimer(args.repeats))
 
 
 if __name__ == "__main__":

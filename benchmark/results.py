@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -65,8 +65,11 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
 
 
 def latest_rows(runs: Sequence[dict[str, Any]], key: Sequence[str]) -> list[Row]:
-    """Return all rows of all runs, of those with equal `key` fields only the newest."""
-    rows = {_key_of(row, key): row for run in runs for row in run["rows"]}
+    """Return all rows of all runs, of those with equal `key` fields only the newest; the newest row comes last."""
+    rows: dict[tuple[Any, ...], Row] = {}
+    for row in (row for run in runs for row in run["rows"]):
+        rows.pop(_key_of(row, key), None)
+        rows[_key_of(row, key)] = row
     return list(rows.values())
 
 
@@ -104,29 +107,42 @@ class Results:
         any_commit: bool = False,
     ) -> None:
         self._path, self._key = path, key
-        self._runs = read_runs(path) if path else []
-        self._earlier = [old for old in self._runs if resume and _same(old["run"], run, any_commit)]
-        self._run: dict[str, Any] = {"run": run, "settings": settings, "rows": []}
+        earlier = read_runs(path) if path else []
+        counting = [old for old in earlier if resume and _same(old["run"], run, any_commit)]
+        self._rows = {_key_of(row, key): row for old in counting for row in old["rows"]}
+        self._earlier = [format_run(old["run"], old["settings"], map(json.dumps, old["rows"])) for old in earlier]
+        self._run, self._settings, self._lines = run, settings, list[str]()
 
     @property
     def rows(self) -> list[Row]:
         """Rows of this run and of the earlier runs that count, the newest of each key."""
-        return latest_rows([*self._earlier, self._run], self._key)
+        return list(self._rows.values())
 
     def find(self, **fields: Any) -> Row | None:
         """Return the row whose key fields are `fields` (None where one is not named), if there is one."""
-        wanted = _key_of(fields, self._key)
-        return next((row for row in self.rows if _key_of(row, self._key) == wanted), None)
+        return self._rows.get(_key_of(fields, self._key))
 
     def add(self, row: Row) -> None:
         """Add a row and write the file: it is whole at every moment."""
-        self._run["rows"].append(row)
+        self._rows[_key_of(row, self._key)] = row
+        self._lines.append(json.dumps(row))
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         part = self._path.with_name(self._path.name + ".part")
-        part.write_text(json.dumps({"runs": [*self._runs, self._run]}, indent=1) + "\n")
+        part.write_text(format_file([*self._earlier, format_run(self._run, self._settings, self._lines)]))
         part.replace(self._path)
+
+
+def format_run(run: Row, settings: Row, rows: Iterable[str]) -> str:
+    """Return a run as JSON text, a line a row."""
+    lines = ",\n".join(f"   {row}" for row in rows)
+    return f' {{"run": {json.dumps(run)},\n  "settings": {json.dumps(settings)},\n  "rows": [\n{lines}\n  ]}}'
+
+
+def format_file(runs: Iterable[str]) -> str:
+    """Return a result file of runs as `format_run` writes them."""
+    return '{"runs": [\n' + ",\n".join(runs) + "\n]}\n"
 
 
 def _same(old: Row, new: Row, any_commit: bool) -> bool:

@@ -2,8 +2,8 @@
 
     python3 benchmark/serving_sweep.py --inputs 8192 32768 --rates 0.25 0.5 1 2 --json benchmark/results/serving.json
 
-Models are given as in end_to_end.py; a shape gets a tokenizer of made-up words. Prompts are random tokens, the same for
-every engine, and no two begin alike. A row holds the throughput, the time to the first token and between tokens.
+Models are given as in end_to_end.py; a shape gets a tokenizer of made-up words. Prompts are "random-ids", the same for
+every engine. A row holds the throughput, the time to the first token and the time between tokens.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """The attention benchmark's cases, at a size that the torch references do on the CPU; nothing is timed."""
 
 import attention
+import attention_methods
 import floors
 import pytest
 import torch
 from attention_methods import attend_ours, dense_step, parts, random_list, selected_step, sparse_step
 from pools import Arena, Cell, Workload
-from results import Results
+from results import Results, read_runs
 from selection_chain import ScoredHeads, SelectionChain, scored_heads, scored_layers
 from shapes import ATTENTION_SHAPES, SHAPES, AttentionShape, write_shape
 from timing import Timing
@@ -170,6 +171,52 @@ def test_the_parts_of_a_selection_run_one_by_one() -> None:
 def test_too_small_an_arena_is_refused() -> None:
     with pytest.raises(MemoryError, match="do not fit in the arena"):
         make_work(pools=1)
+
+
+def test_a_run_measures_every_row_once_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(ATTENTION_SHAPES, "qwen2.5-72b", (TARGET, DRAFT))
+    monkeypatch.setitem(attention_methods._ATTEND, "flashinfer", attend_ours)
+    small = [
+        "--shapes",
+        "qwen2.5-72b",
+        "--contexts",
+        "150",
+        "--batches",
+        "1",
+        "2",
+        "--ks",
+        "100",
+        "--arena-gib",
+        ".001",
+    ]
+    small += ["--methods", "flashinfer", "ours", "paper-like", "roofline", "sparse", "selection"]
+    path = tmp_path / "attention.json"
+    args = attention.parse(small)
+    attention.run(args, Results(path, attention.KEY, {}, RUN), InstantTimer(), "cpu")  # type: ignore[arg-type]
+    rows = read_runs(path)[0]["rows"]
+    assert len(rows) == 2 * (4 + 4 + 4 + 6)
+    assert all(row["ratio"] > 0 for row in rows if row["k"] and "ours" in row["method"])
+    assert all(row["difference"] == 0 for row in rows if row["method"] == "ours-sparse")
+    shares = {row["selection_share"] for row in rows if row["method"] in attention.SELECTED}
+    assert shares == {0.25}  # four calls where there were three
+    more = attention.parse([*small, "--contexts", "150", "160"])
+    attention.run(more, Results(path, attention.KEY, {}, RUN, resume=True), InstantTimer(), "cpu")  # type: ignore[arg-type]
+    assert [row["context"] for row in read_runs(path)[1]["rows"]] == [160] * 36
+
+
+def test_a_method_that_fails_leaves_the_other_rows(tmp_path, monkeypatch, capsys) -> None:
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setitem(ATTENTION_SHAPES, "qwen2.5-72b", (TARGET, DRAFT))
+    monkeypatch.setitem(attention_methods._ATTEND, "flashinfer", broken)
+    small = ["--shapes", "qwen2.5-72b", "--contexts", "150", "--batches", "1", "--arena-gib", "0.001"]
+    args = attention.parse([*small, "--methods", "flashinfer", "ours"])
+    results = Results(None, attention.KEY, {}, RUN)
+    with pytest.raises(SystemExit, match="1 rows failed"):
+        attention.run(args, results, InstantTimer(), "cpu")  # type: ignore[arg-type]
+    assert [row["method"] for row in results.rows] == ["ours"]
+    assert "no kernel image" in capsys.readouterr().out
 
 
 def test_rows_of_a_cell_begin_with_the_baseline_and_follow_the_filters() -> None:
