@@ -71,12 +71,13 @@ def plot_end_to_end(rows: Sequence[Row]) -> Figure | None:
         return None
     sizes = sorted({(row["context"], row["batch"]) for row in measured})
     figure, axes = pyplot.subplots(figsize=(max(5.0, 1.6 * len(sizes) + 2), 4.0))
-    width = 0.8 / len(ENGINES)
-    for number, method in enumerate(ENGINES):
+    methods = [method for method in ENGINES if any(row["method"] == method for row in measured)]
+    width = 0.8 / len(methods)
+    for number, method in enumerate(methods):
         bars = {(row["context"], row["batch"]): row["tok_s"] for row in measured if row["method"] == method}
         places = [index + number * width for index, size in enumerate(sizes) if size in bars]
         axes.bar(places, [bars[size] for size in sizes if size in bars], width, label=method)
-    centres = [index + width * (len(ENGINES) - 1) / 2 for index in range(len(sizes))]
+    centres = [index + width * (len(methods) - 1) / 2 for index in range(len(sizes))]
     axes.set_xticks(centres, [f"B {batch}\n{context:,}" for context, batch in sizes])
     _label(axes, f"decode throughput, {_shapes(measured)}", "requests, tokens of context", "tokens a second")
     return figure
@@ -126,7 +127,7 @@ def plot_serving(rows: Sequence[Row]) -> Figure | None:
                 points = sorted((row["rate"], row[field]) for row in of_method)
                 if points:
                     axes.plot(*zip(*points), label=method, marker="o", markersize=3)
-            _label(axes, f"{length:,} tokens in", "requests a second", title)
+            _label(axes, f"{length:,} tokens in", "requests a second", title, legend=axes is line[-1])
     return figure
 
 
@@ -140,12 +141,14 @@ def _shapes(rows: Sequence[Row]) -> str:
     return ", ".join(sorted({row["shape"] for row in rows}))
 
 
-def _label(axes: Axes, title: str, x: str, y: str) -> None:
+def _label(axes: Axes, title: str, x: str, y: str, *, legend: bool = True) -> None:
     axes.set_title(title, fontsize=10)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.set_axisbelow(True)
+    if legend:
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def draw_all(results: Path, out: Path, *, shape: str, batch: int, k: int) -> list[Path]:
