@@ -1,155 +1,245 @@
-"""Decode throughput of whole engines: no speculation, STANDALONE and dustin, one after the other in one run.
+"""Decode throughput of whole engines: no speculation, STANDALONE, dustin, and dustin with a sparse draft.
 
-    python3 benchmark/end_to_end.py --batch 8 --context 32000 --accept-length 3 --json benchmark/results/end_to_end.json
+    python3 benchmark/end_to_end.py --contexts 8000 32000 --batches 1 8 --json benchmark/results/end_to_end.json
 
-Weights are dummies and acceptance is forced (SGLANG_SIMULATE_ACC_LEN), so the rows say how fast a step is and nothing
-about quality. Prompts are prefilled once into the radix cache; throughput is the difference of two generations of
-different lengths over these, so that neither prefill nor start-up is in it.
+Each engine starts once, for the largest sizes. With shapes, weights are dummies and acceptance is forced
+(SGLANG_SIMULATE_ACC_LEN), so the rows say how fast a step is and nothing about quality; with folders, models and
+acceptance are real and the prompts come from --text. Prompts are prefilled once into the radix cache: every size is a
+part of the largest. Throughput is the difference of two generations of different lengths over these, so that neither
+prefill nor start-up is in it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
+import itertools
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from importlib.metadata import version
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from shapes import write_shape
+from engine_options import (
+    ENGINE_KEY,
+    NO_SPECULATION,
+    STANDALONE,
+    Models,
+    add_engine_options,
+    find_models,
+    options,
+    row_key,
+    set_environment,
+)
+from results import ROOT, Deadline, Results, Row, describe_run, progress
+from shapes import SHAPES
+from tqdm import tqdm
 from trace_summary import summarise_trace
 
-SHORT, LONG, REPEATS = 32, 160, 3
+KEY = (*ENGINE_KEY, "accept", "batch", "context")
+SHORT, LONG = 32, 160
+ROOM = 1024  # tokens of a context beside the prompt
+DEMO_TEXT = ROOT / "python" / "dustin_sglang" / "demo" / "document.txt"
 
 
-def measure(method: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run one engine and return its row."""
-    import sglang as sgl
+@dataclass(frozen=True)
+class Generation:
+    """One batch of answers.
 
-    os.environ["DUSTIN_BUDGET"] = str(args.budget)
-    os.environ["SGLANG_PROFILE_WITH_STACK"] = os.environ["SGLANG_PROFILE_RECORD_SHAPES"] = "false"
-    os.environ["SGLANG_SIMULATE_ACC_LEN"] = str(args.accept_length)
-    speculation: dict[str, Any] = {}
-    if method != "none":
-        steps = args.steps
-        speculation = dict(
-            speculative_algorithm=method,
-            speculative_draft_model_path=str(write_shape(args.draft, folder)),
-            speculative_num_steps=steps,
-            speculative_eagle_topk=1,
-            speculative_num_draft_tokens=steps + 1,
+    Attributes
+    ----------
+    seconds
+        Until the last one was there.
+    accept_length
+        Tokens a verification, as SGLang counts; 1 without speculation.
+    """
+
+    seconds: float
+    accept_length: float
+
+
+class RunningEngine:
+    """An engine and the prompts of its largest size.
+
+    Parameters
+    ----------
+    method
+        One of ENGINES.
+    models
+        What it runs.
+    args
+        The command line.
+    """
+
+    def __init__(self, method: str, models: Models, args: argparse.Namespace) -> None:
+        import sglang as sgl
+
+        set_environment(method, models, args)
+        batch, context = max(args.batches), max(args.contexts)
+        self.method = method
+        self.forced_accept_length = args.accept_length if models.dummy else None
+        self._prompts = make_prompts(models, args.text, batch, context)
+        self._engine = sgl.Engine(
+            **options(method, models, args, batch, context + ROOM), skip_tokenizer_init=True, grammar_backend="none"
         )
-    engine = sgl.Engine(
-        model_path=str(write_shape(args.target, folder)),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        grammar_backend="none",
-        attention_backend="flashinfer",
-        disable_prefill_cuda_graph=True,
-        cuda_graph_max_bs_decode=args.batch,
-        max_running_requests=args.batch,
-        context_length=args.context + 1024,
-        mem_fraction_static=0.85,
-        chunked_prefill_size=16384,
-        log_level="warning",
-        **speculation,
-    )
-    try:
+        self.room: int = self._engine.get_server_info()["max_total_num_tokens"]
+
+    def generate(self, batch: int, context: int, new_tokens: int) -> Generation:
+        """Answer the first `context` tokens of the first `batch` prompts."""
+        sampling = dict(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
+        start = time.perf_counter()
+        answers = self._engine.generate(
+            input_ids=[prompt[:context] for prompt in self._prompts[:batch]], sampling_params=sampling
+        )
+        seconds = time.perf_counter() - start
+        return Generation(seconds, statistics.mean(a["meta_info"].get("spec_accept_length", 1.0) for a in answers))
+
+    def trace(self, batch: int, context: int) -> Row:
+        """Profile some decode steps."""
+        with tempfile.TemporaryDirectory() as folder:
+            self._engine.start_profile(output_dir=folder, activities=["CPU", "GPU"])
+            self.generate(batch, context, SHORT)
+            self._engine.stop_profile()
+            return summarise_trace(_finished_trace(Path(folder)))
+
+    def shutdown(self) -> None:
+        """End its processes."""
+        self._engine.shutdown()
+
+
+def _finished_trace(folder: Path, seconds: int = 60) -> Path:
+    """Return the profile that appears in `folder`, once it no longer grows."""
+    sizes: list[int] = []
+    for _ in range(seconds):
+        traces = sorted(folder.rglob("*.trace.json.gz"))
+        sizes.append(traces[-1].stat().st_size if traces else 0)
+        if sizes[-1] and sizes[-1:] * 2 == sizes[-2:]:
+            return traces[-1]
+        time.sleep(1)
+    raise RuntimeError(f"no profile was written to {folder} within {seconds} s")
+
+
+def make_prompts(models: Models, text: Path, batch: int, context: int) -> list[list[int]]:
+    """Return `batch` different prompts of `context` tokens: random ones for dummies, a text's for real models."""
+    if models.dummy:
         draw = random.Random(0)
-        prompts = [[draw.randrange(10, 100000) for _ in range(args.context)] for _ in range(args.batch)]
+        return [[draw.randrange(10, 100000) for _ in range(context)] for _ in range(batch)]
+    from transformers import AutoTokenizer
 
-        def seconds(new_tokens: int) -> float:
-            start = time.perf_counter()
-            engine.generate(
-                input_ids=prompts,
-                sampling_params=dict(temperature=0, max_new_tokens=new_tokens, ignore_eos=True),
-            )
-            return time.perf_counter() - start
+    tokens = AutoTokenizer.from_pretrained(models.target)(text.read_text())["input_ids"]
+    tokens *= 2 + context // len(tokens)
+    step = max(1, (len(tokens) - context) // batch)  # each begins elsewhere, so none is another's prefix
+    return [tokens[i * step : i * step + context] for i in range(batch)]
 
-        seconds(1)
-        seconds(SHORT)
-        rates = []
-        for _ in range(REPEATS):
-            rates.append(args.batch * (LONG - SHORT) / (seconds(LONG) - seconds(SHORT)))
-        rate = statistics.median(rates)
-        accept = 1.0 if method == "none" else args.accept_length
-        row = dict(
-            method=method,
-            tok_s=round(rate, 1),
-            spread=[round(min(rates), 1), round(max(rates), 1)],
-            step_ms=round(1000 * args.batch * accept / rate, 2),
-        )
-        if args.trace:
-            row["step"] = profile(engine, seconds, args, method)
-        return row
+
+def measure(engine: RunningEngine, batch: int, context: int, args: argparse.Namespace) -> Row:
+    """Return what a row holds beside its key."""
+    needed = batch * (context + LONG + 2 * args.steps)
+    if needed > engine.room:
+        return dict(skipped=f"needs {needed} KV slots; there are {engine.room}")
+    engine.generate(batch, context, 1)
+    engine.generate(batch, context, SHORT)
+    rates, accepted = [], []
+    for _ in range(args.repeats):
+        long, short = (engine.generate(batch, context, tokens) for tokens in (LONG, SHORT))
+        rates.append(batch * (LONG - SHORT) / (long.seconds - short.seconds))
+        accepted.append(long.accept_length)
+    rate = statistics.median(rates)
+    accept_length = engine.forced_accept_length or statistics.mean(accepted)
+    if engine.method == NO_SPECULATION:
+        accept_length = 1.0
+    row = dict(
+        tok_s=round(rate, 1),
+        spread=[round(min(rates), 1), round(max(rates), 1)],
+        step_ms=round(1000 * batch * accept_length / rate, 2),
+        accept_length=round(accept_length, 3),
+    )
+    return row | (dict(step=engine.trace(batch, context)) if args.trace else {})
+
+
+def with_ratios(row: Row, results: Results) -> Row:
+    """Add the row's throughput over that of no speculation and of STANDALONE at the same size."""
+    ratios = {}
+    for name, method in (("ratio", NO_SPECULATION), ("ratio_standalone", STANDALONE)):
+        same = ("shape", "tp", "accept", "batch", "context")
+        base = [
+            other
+            for other in [*results.rows, row]
+            if other["method"] == method and all(other[field] == row[field] for field in same) and "tok_s" in other
+        ]
+        if base and "tok_s" in row:
+            ratios[name] = round(row["tok_s"] / base[-1]["tok_s"], 2)
+    return row | ratios
+
+
+def describe(row: Row) -> str:
+    """One line a row."""
+    where = f"{row['method']:20} B{row['batch']:<3} {row['context']:>6}"
+    if "skipped" in row:
+        return f"{where} skipped: {row['skipped']}"
+    ratios = [f"{row[name]:6.2f}x" if name in row else "      -" for name in ("ratio", "ratio_standalone")]
+    return f"{where} {row['tok_s']:9.1f} tok/s {row['step_ms']:8.2f} ms a step {' '.join(ratios)}"
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine_options(parser)
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 16])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[8000, 32000])
+    parser.add_argument("--text", type=Path, default=DEMO_TEXT, help="what prompts of real models are made of")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--trace", action="store_true", help="also profile some steps of each row")
+    parser.add_argument("--minutes", type=float, help="stop before the row that would start later")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--resume", action="store_true", help="skip rows of --json that this commit measured")
+    parser.add_argument("--any-commit", action="store_true", help="with --resume: or any other commit")
+    return parser.parse_args(arguments)
+
+
+def row_keys(args: argparse.Namespace) -> list[Row]:
+    """Name all rows: engine by engine, the largest sizes first, since their prompts hold the others'."""
+    accept = args.accept_length if args.target in SHAPES else "real"
+    sizes = list(itertools.product(sorted(args.contexts, reverse=True), sorted(args.batches, reverse=True)))
+    return [
+        row_key(method, args) | dict(accept=accept, batch=batch, context=context)
+        for method in args.methods
+        for context, batch in sizes
+    ]
+
+
+def run(args: argparse.Namespace, models: Models, results: Results) -> None:
+    """Measure all rows that are not there yet."""
+    keys = row_keys(args)
+    left = [key for key in keys if not results.find(**key)]
+    print(f"{len(left)} rows to measure, {len(keys) - len(left)} are there", flush=True)
+    engine: RunningEngine | None = None
+    try:
+        for key in progress(left, Deadline(args.minutes), "row"):
+            if engine is None or engine.method != key["method"]:
+                if engine is not None:
+                    engine.shutdown()
+                engine = RunningEngine(key["method"], models, args)
+            row = with_ratios(key | measure(engine, key["batch"], key["context"], args), results)
+            results.add(row)
+            tqdm.write(describe(row))
     finally:
-        engine.shutdown()
-
-
-def profile(engine: Any, seconds: Any, args: argparse.Namespace, method: str) -> dict[str, Any]:
-    """Trace some decode steps; GPU time by kind of kernel and host synchronisations, a step."""
-    with tempfile.TemporaryDirectory() as folder:
-        engine.start_profile(output_dir=folder, activities=["CPU", "GPU"])
-        seconds(SHORT)
-        engine.stop_profile()
-        for _ in range(60):
-            if traces := sorted(Path(folder).rglob("*.trace.json.gz")):
-                time.sleep(2)
-                break
-            time.sleep(1)
-        return summarise_trace(traces[-1])
+        if engine is not None:
+            engine.shutdown()
 
 
 def main() -> None:
-    """Measure every method and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="llama-3.1-8b")
-    parser.add_argument("--draft", default="draft-0.5b")
-    parser.add_argument("--methods", nargs="+", default=["none", "STANDALONE", "dustin"])
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--context", type=int, default=32000)
-    parser.add_argument("--budget", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--accept-length", type=float, default=3.0)
-    parser.add_argument("--trace", action="store_true", help="also profile some steps of each engine")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    rows = []
+    """Run the command line."""
+    args = parse()
+    settings: dict[str, Any] = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
     with tempfile.TemporaryDirectory() as folder:
-        for method in args.methods:
-            rows.append(measure(method, args, Path(folder)))
-            print(json.dumps(rows[-1]), flush=True)
-    base = {row["method"]: row["tok_s"] for row in rows}
-    print(f"\n{'method':12} {'tok/s':>9} {'ms/step':>9} {'over none':>10} {'over STANDALONE':>16}")
-    for row in rows:
-        over = [row["tok_s"] / base[m] if m in base else float("nan") for m in ("none", "STANDALONE")]
-        print(f"{row['method']:12} {row['tok_s']:9.1f} {row['step_ms']:9.2f} {over[0]:10.2f} {over[1]:16.2f}")
-    if args.json:
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"run": describe_run(), "settings": settings, "rows": rows}, indent=1) + "\n")
-
-
-def describe_run() -> dict[str, Any]:
-    """Machine, versions, command and commit of this run."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return dict(
-        machine=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
-        versions={name: version(name) for name in ("torch", "sglang", "flashinfer-python", "triton")},
-        command=" ".join(sys.argv),
-        commit=os.environ.get("DUSTIN_COMMIT", commit or "unknown"),
-        weights="dummy",
-        acceptance="forced",
-        date=time.strftime("%Y-%m-%d"),
-    )
+        models = find_models(args, Path(folder))
+        kind = ("dummy", "forced") if models.dummy else ("real", "real")
+        run_of = describe_run() | dict(zip(("weights", "acceptance"), kind))
+        results = Results(args.json, KEY, settings, run_of, resume=args.resume, any_commit=args.any_commit)
+        run(args, models, results)
 
 
 if __name__ == "__main__":

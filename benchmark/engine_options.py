@@ -1,0 +1,121 @@
+"""The engines that are compared, as options of SGLang, and the models that they run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shapes import SHAPES, write_shape
+
+NO_SPECULATION, STANDALONE, DUSTIN, SPARSE_DRAFT = ENGINES = ("none", "STANDALONE", "dustin", "dustin+sparse-draft")
+
+
+@dataclass(frozen=True)
+class Models:
+    """Target and draft.
+
+    Attributes
+    ----------
+    target, draft
+        Folders.
+    dummy
+        Whether they hold a config alone: weights are then random and acceptance is forced.
+    """
+
+    target: Path
+    draft: Path
+    dummy: bool
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what runs."""
+    parser.add_argument("--target", default="llama-3.1-8b", help=f"folder, or a shape: {', '.join(SHAPES)}")
+    parser.add_argument("--draft", default="draft-0.5b", help="the same")
+    parser.add_argument("--methods", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--budget", type=int, default=512, help="k, positions a verification reads")
+    parser.add_argument("--steps", type=int, default=4, help="draft steps; one more token is verified")
+    parser.add_argument("--accept-length", type=float, default=3.0, help="forced, with shapes")
+    parser.add_argument("--sparse-draft", default="all", choices=["all", "unscored"], help="DUSTIN_SPARSE_DRAFT")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+
+
+def find_models(args: argparse.Namespace, root: Path) -> Models:
+    """Return the models of the command line; shapes are written under `root`."""
+    names = (args.target, args.draft)
+    if all(name in SHAPES for name in names):
+        vocabulary = SHAPES[args.target]["vocab_size"]
+        return Models(write_shape(args.target, root), write_shape(args.draft, root, vocabulary), dummy=True)
+    for name in names:
+        if not Path(name).is_dir():
+            raise SystemExit(f"{name} is neither a folder nor, with the other model, one of {', '.join(SHAPES)}")
+    return Models(Path(args.target), Path(args.draft), dummy=False)
+
+
+def options(method: str, models: Models, args: argparse.Namespace, batch: int, context: int) -> dict[str, Any]:
+    """Return the engine's arguments for up to `batch` requests of `context` tokens with their answers."""
+    common: dict[str, Any] = dict(
+        model_path=str(models.target),
+        load_format="dummy" if models.dummy else "auto",
+        attention_backend="flashinfer",
+        disable_prefill_cuda_graph=True,
+        cuda_graph_max_bs_decode=batch,
+        max_running_requests=batch,
+        context_length=context,
+        mem_fraction_static=0.85,
+        chunked_prefill_size=16384,
+        tp_size=args.tp,
+        log_level="warning",
+    )
+    if method == NO_SPECULATION:
+        return common
+    return common | dict(
+        speculative_algorithm=method.split("+")[0],
+        speculative_draft_model_path=str(models.draft),
+        speculative_num_steps=args.steps,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=args.steps + 1,
+    )
+
+
+def set_environment(method: str, models: Models, args: argparse.Namespace) -> None:
+    """Set the variables that an engine's processes inherit, and unset those of another one."""
+    wanted = {
+        "DUSTIN_BUDGET": str(args.budget),
+        "DUSTIN_SPARSE_DRAFT": args.sparse_draft if method == SPARSE_DRAFT else None,
+        "SGLANG_SIMULATE_ACC_LEN": str(args.accept_length) if models.dummy else None,
+        "SGLANG_PROFILE_WITH_STACK": "false",
+        "SGLANG_PROFILE_RECORD_SHAPES": "false",
+    }
+    for name, value in wanted.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def flags(arguments: dict[str, Any]) -> list[str]:
+    """Return engine arguments as flags of `sglang.launch_server`."""
+    result = []
+    for name, value in arguments.items():
+        result += [f"--{name.replace('_', '-')}"] if value is True else [f"--{name.replace('_', '-')}", str(value)]
+    return result
+
+
+def row_key(method: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the part of a row's key that names engine and models."""
+    speculates = method != NO_SPECULATION
+    return dict(
+        shape=Path(args.target).name,
+        draft=Path(args.draft).name if speculates else None,
+        method=method,
+        k=args.budget if method in (DUSTIN, SPARSE_DRAFT) else None,
+        g=args.steps + 1 if speculates else 1,
+        sparse_draft=args.sparse_draft if method == SPARSE_DRAFT else None,
+        tp=args.tp,
+    )
+
+
+ENGINE_KEY = ("shape", "draft", "method", "k", "g", "sparse_draft", "tp")
