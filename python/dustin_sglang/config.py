@@ -15,6 +15,7 @@ from typing import Any
 from dustin_sglang.selection.policy import POLICIES
 
 RADIX_MODES = ("exact", "shared")
+ATTENTIONS = ("auto", "dustin", "flashinfer")
 SPARSE_DRAFT_MODES = ("off", "all", "unscored")
 
 
@@ -43,6 +44,9 @@ class DustinConfig:
     sparse_draft
         Draft layers that read the last list and the tokens since instead of everything: none (``"off"``), ``"all"``,
         or all that do not score (``"unscored"``).
+    attention
+        What verifies on a GPU: this project's kernel (``"dustin"``), ``"flashinfer"``, or ``"auto"``: the kernel where
+        it can.
 
     Raises
     ------
@@ -58,6 +62,7 @@ class DustinConfig:
     policy: str = "hybrid"
     radix: str = "exact"
     sparse_draft: str = "off"
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         _check("budget", self.budget, self.budget >= 1, "an integer of at least 1")
@@ -69,6 +74,7 @@ class DustinConfig:
         _check("radix", self.radix, self.radix in RADIX_MODES, "one of " + ", ".join(RADIX_MODES))
         modes = SPARSE_DRAFT_MODES
         _check("sparse_draft", self.sparse_draft, self.sparse_draft in modes, "one of " + ", ".join(modes))
+        _check("attention", self.attention, self.attention in ATTENTIONS, "one of " + ", ".join(ATTENTIONS))
         if self.sinks + self.window > self.budget:
             raise ConfigError(
                 f"--dustin-sinks {self.sinks} and --dustin-window {self.window} do not fit in --dustin-budget "
@@ -119,6 +125,7 @@ _HELP = {
     "radix": "'exact': approximate KV is never shared between requests; 'shared': it is, and the metrics show it.",
     "sparse_draft": "Draft layers that read the last list and the tokens since only: 'off', 'all', or 'unscored', all "
     "but the profile's.",
+    "attention": "What verifies on a GPU: 'dustin', this project's kernel, 'flashinfer', or 'auto': the kernel if it can.",
 }
 
 
