@@ -125,7 +125,7 @@ _HELP = {
     "radix": "'exact': approximate KV is never shared between requests; 'shared': it is, and the metrics show it.",
     "sparse_draft": "Draft layers that read the last list and the tokens since only: 'off', 'all', or 'unscored', all "
     "but the profile's.",
-    "attention": "What verifies on a GPU: 'dustin', this project's kernel, 'flashinfer', or 'auto': the kernel if it can.",
+    "attention": "What verifies on a GPU: 'dustin' (this project's kernel), 'flashinfer', or 'auto': ours if it can.",
 }
 
 

@@ -1,8 +1,8 @@
 """A budget of at least the context gives dense speculation's tokens, with graphs and overlap on and off.
 
 Our kernel adds in another order than FlashInfer does; under ``--dustin-attention flashinfer`` the mask alone differs
-from SGLang's verification (causal instead of a custom mask). Tokens are expected to agree. Where two runs part, the tokens must have been a tie within bf16 rounding: each first
-divergence is checked, and printed.
+from SGLang's verification (causal instead of a custom mask). Tokens are expected to agree. Where two runs part, the
+tokens must have been a tie within bf16 rounding: each first divergence is checked, and printed.
 """
 
 from __future__ import annotations
