@@ -16,6 +16,9 @@ from dustin_sglang.selection.policy import POLICIES
 
 RADIX_MODES = ("exact", "shared")
 SPARSE_DRAFT_MODES = ("off", "all", "unscored")
+# Most tokens of one rectifying pass: it must not hold other requests up for longer than a verification.
+MAX_RECTIFY_INTERVAL = 512
+_RECTIFY_RANGE = f"an integer from 0 (off) to {MAX_RECTIFY_INTERVAL}"
 
 
 class ConfigError(ValueError):
@@ -43,6 +46,8 @@ class DustinConfig:
     sparse_draft
         Draft layers that read the last list and the tokens since instead of everything: none (``"off"``), ``"all"``,
         or all that do not score (``"unscored"``).
+    rectify_interval
+        N: every N committed tokens a dense pass rewrites their approximate KV; 0 never does.
 
     Raises
     ------
@@ -58,6 +63,7 @@ class DustinConfig:
     policy: str = "hybrid"
     radix: str = "exact"
     sparse_draft: str = "off"
+    rectify_interval: int = 0
 
     def __post_init__(self) -> None:
         _check("budget", self.budget, self.budget >= 1, "an integer of at least 1")
@@ -69,6 +75,8 @@ class DustinConfig:
         _check("radix", self.radix, self.radix in RADIX_MODES, "one of " + ", ".join(RADIX_MODES))
         modes = SPARSE_DRAFT_MODES
         _check("sparse_draft", self.sparse_draft, self.sparse_draft in modes, "one of " + ", ".join(modes))
+        interval = self.rectify_interval
+        _check("rectify_interval", interval, 0 <= interval <= MAX_RECTIFY_INTERVAL, _RECTIFY_RANGE)
         if self.sinks + self.window > self.budget:
             raise ConfigError(
                 f"--dustin-sinks {self.sinks} and --dustin-window {self.window} do not fit in --dustin-budget "
@@ -108,6 +116,7 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "sinks": (int, "an integer of at least 0"),
     "window": (int, "an integer of at least 0"),
     "lookahead_share": (float, "a number from 0 to 1"),
+    "rectify_interval": (int, _RECTIFY_RANGE),
 }
 _HELP = {
     "budget": "Positions of a request's context that verification may read (k).",
@@ -119,6 +128,7 @@ _HELP = {
     "radix": "'exact': approximate KV is never shared between requests; 'shared': it is, and the metrics show it.",
     "sparse_draft": "Draft layers that read the last list and the tokens since only: 'off', 'all', or 'unscored', all "
     "but the profile's.",
+    "rectify_interval": "Committed tokens after which a dense pass rewrites their approximate KV; 0: never.",
 }
 
 

@@ -23,6 +23,9 @@ class Metrics:
     def accepted(self, tokens: int) -> None:
         """`tokens` were accepted, bonus tokens included."""
 
+    def rectified(self, requests: int, tokens: int) -> None:
+        """One dense pass rewrote the KV of `tokens` of so many requests."""
+
     def radix_approximate_tokens(self, tokens: int) -> None:
         """Approximate KV of `tokens` entered the radix tree (``--dustin-radix shared``)."""
 
@@ -46,6 +49,8 @@ class PrometheusMetrics(Metrics):
             "selected_by_source", "Positions listed in sparse request-steps, by reason.", "source"
         )
         self._accepted = counter("accepted_tokens", "Tokens accepted, bonus tokens included.")
+        self._rectifications = counter("rectifications", "Times that a request's approximate KV was rewritten.")
+        self._rectified = counter("rectified_tokens", "Tokens whose approximate KV was rewritten.")
         self._approximate = counter("radix_approximate_tokens", "Approximate tokens that entered the radix tree.")
 
     def verified(self, budget: Budget, selection: Selection, seq_lens: Iterable[int]) -> None:
@@ -61,6 +66,10 @@ class PrometheusMetrics(Metrics):
 
     def accepted(self, tokens: int) -> None:
         self._accepted.inc(tokens)
+
+    def rectified(self, requests: int, tokens: int) -> None:
+        self._rectifications.inc(requests)
+        self._rectified.inc(tokens)
 
     def radix_approximate_tokens(self, tokens: int) -> None:
         self._approximate.inc(tokens)

@@ -21,6 +21,7 @@ from dustin_sglang import compat, metrics
 from dustin_sglang.config import DustinConfig
 from dustin_sglang.draft import DustinEagleDraftWorker, DustinStandaloneDraftWorker
 from dustin_sglang.radix import end_exact, set_exact
+from dustin_sglang.rectify import Rectifier
 from dustin_sglang.selection.selector import Selection
 from dustin_sglang.selection.signals import Context
 from dustin_sglang.wiring import Wiring, wire
@@ -32,12 +33,15 @@ class SparseVerification:
     """Mixin over an SGLang speculative worker: the five steps of the method."""
 
     _wiring: Wiring
+    _rectifier: Rectifier | None = None
 
     def init_attention_backends(self: Any) -> None:
         """Create SGLang's backends, then wire taps, signals and selection together, before graphs are captured."""
         super().init_attention_backends()  # type: ignore[misc]
         config = DustinConfig.from_env()
         self._wiring = wire(config, self._target_worker.model_runner, self._draft_worker)
+        if config.rectify_interval:
+            self._rectifier = Rectifier(config.rectify_interval, self._target_worker, self._draft_worker)
         if self.topk > 1:
             compat.remember_accept_index()
         if self._target_worker.model_runner.ps.tp_rank == 0:
@@ -51,6 +55,8 @@ class SparseVerification:
         if prefill:
             for req in batch.reqs:
                 set_exact(req)
+        elif self._rectifier is not None and not batch.forward_mode.is_idle():
+            self._rectifier.rectify(batch)
         result = super().forward_batch_generation(batch, *args, **kwargs)  # type: ignore[misc]
         if prefill and self._wiring.sparse_draft is not None and not batch.forward_mode.is_idle():
             self._select(batch, drafted=False)
