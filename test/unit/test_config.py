@@ -8,7 +8,7 @@ from dustin_sglang.config import ConfigError, DustinConfig, add_flags, flags_to_
 
 
 def test_defaults_are_the_documented_ones() -> None:
-    assert DustinConfig.from_env({}) == DustinConfig(512, 4, 64, None, "auto", "hybrid", "exact", "off")
+    assert DustinConfig.from_env({}) == DustinConfig(512, 4, 64, None, "auto", "hybrid", "exact", "off", 0)
 
 
 def test_variables_set_every_field() -> None:
@@ -21,8 +21,10 @@ def test_variables_set_every_field() -> None:
         "DUSTIN_POLICY": "history",
         "DUSTIN_RADIX": "shared",
         "DUSTIN_SPARSE_DRAFT": "unscored",
+        "DUSTIN_RECTIFY_INTERVAL": "64",
     }
-    assert DustinConfig.from_env(env) == DustinConfig(256, 2, 16, 0.75, "pair.json", "history", "shared", "unscored")
+    expected = DustinConfig(256, 2, 16, 0.75, "pair.json", "history", "shared", "unscored", 64)
+    assert DustinConfig.from_env(env) == expected
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,8 @@ def test_variables_set_every_field() -> None:
         ("POLICY", "best", "--dustin-policy", "hybrid"),
         ("RADIX", "yes", "--dustin-radix", "exact, shared"),
         ("SPARSE_DRAFT", "on", "--dustin-sparse-draft", "off, all, unscored"),
+        ("RECTIFY_INTERVAL", "-1", "--dustin-rectify-interval", "an integer from 0 (off) to 512"),
+        ("RECTIFY_INTERVAL", "513", "--dustin-rectify-interval", "an integer from 0 (off) to 512"),
     ],
 )
 def test_a_bad_value_names_flag_value_and_range(name: str, value: str, flag: str, allowed: str) -> None:
