@@ -20,6 +20,7 @@ too, since the last one's merging would dominate, and K and V come from L2 after
 """
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -28,11 +29,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dustin_kernels import reference
-from dustin_kernels.parts import MAX_COUNTERS, part_counters
+from dustin_kernels.parts import part_counters
 from dustin_kernels.reference import Backend, check_tensor, use_triton
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MAX_SPLITS = 64
+_MAX_PARTS = 64
 _MAX_TREE_ROWS = 62  # a row's mask is one int64
 _LOG2_E = math.log2(math.e)
 
@@ -48,14 +49,14 @@ def _visible_own(tree_mask_ptr, batch, row, ROWS: tl.constexpr, ROWS_TILE: tl.co
 
 @triton.jit
 def _merge_parts(
-    part_out_ptr, part_max_ptr, part_sum_ptr, part, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    part_out_ptr, part_max_ptr, part_sum_ptr, pair, PARTS: tl.constexpr, PARTS_TILE: tl.constexpr,
     TILE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Merged output of all parts of one tile, [TILE, D]."""
     rows, dims = tl.arange(0, TILE), tl.arange(0, D)
-    split = tl.arange(0, PARTS)
-    statistics = (part * SPLITS + split)[:, None] * TILE + rows[None, :]
-    used = (split < SPLITS)[:, None]
+    part = tl.arange(0, PARTS_TILE)
+    statistics = (pair * PARTS + part)[:, None] * TILE + rows[None, :]
+    used = (part < PARTS)[:, None]
     part_max = tl.load(part_max_ptr + statistics, mask=used, other=float("-inf"), cache_modifier=".cg")
     part_sum = tl.load(part_sum_ptr + statistics, mask=used, other=0.0, cache_modifier=".cg")
     largest = tl.max(part_max, 0)
@@ -63,8 +64,8 @@ def _merge_parts(
     total = tl.sum(part_sum * tl.exp2(part_max - largest[None, :]), 0)
     inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
     merged = tl.zeros([TILE, D], tl.float32)
-    for index in tl.static_range(SPLITS):
-        one = (part * SPLITS + index) * TILE + rows
+    for index in tl.static_range(PARTS):
+        one = (pair * PARTS + index) * TILE + rows
         weight = tl.exp2(tl.load(part_max_ptr + one, cache_modifier=".cg") - largest) * inverse
         values = tl.load(part_out_ptr + one[:, None] * D + dims[None, :], cache_modifier=".cg")
         merged += values * weight[:, None]
@@ -72,23 +73,23 @@ def _merge_parts(
 
 
 @triton.jit(
-    do_not_specialize=["num_slots_per_split"],
+    do_not_specialize=["slots_per_part"],
     do_not_specialize_on_alignment=["kv_indptr_ptr", "kv_indices_ptr", "tree_mask_ptr"],
 )
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, kv_indptr_ptr, kv_indices_ptr, tree_mask_ptr, out_ptr,
     part_out_ptr, part_max_ptr, part_sum_ptr, counters_ptr,
-    scale, num_slots_per_split, q_row, q_head, k_slot, k_head, v_slot, v_head, out_row, out_head,
+    scale, slots_per_part, q_row, q_head, k_slot, k_head, v_slot, v_head, out_row, out_head,
     ROWS: tl.constexpr, ROWS_TILE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    BLOCK: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, PARTS_TILE: tl.constexpr,
     HAS_TREE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    part, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     begin = tl.load(kv_indptr_ptr + batch)
     kv_len = tl.load(kv_indptr_ptr + batch + 1) - begin
-    low = split * num_slots_per_split
-    high = tl.minimum(kv_len, low + num_slots_per_split)
+    low = part * slots_per_part
+    high = tl.minimum(kv_len, low + slots_per_part)
     if kv_len < ROWS:
         high = low
 
@@ -138,18 +139,18 @@ def _attend_kernel(
 
     out_ptr += batch * ROWS * out_row
     to = out_ptr + row[:, None] * out_row + q_heads[:, None] * out_head + dims[None, :]
-    if SPLITS == 1:
+    if PARTS == 1:
         merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(to, merged.to(out_ptr.dtype.element_ty), mask=real)
     else:
         pair = batch * tl.num_programs(0) + tl.program_id(0)
-        rows = (pair * SPLITS + split) * TILE + tl.arange(0, TILE)
+        rows = (pair * PARTS + part) * TILE + tl.arange(0, TILE)
         tl.store(part_out_ptr + rows[:, None] * D + dims[None, :], merged)
         tl.store(part_max_ptr + rows, largest)
         tl.store(part_sum_ptr + rows, total)
         tl.debug_barrier()  # every thread's stores come before the one thread's atomic
-        if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel") == SPLITS - 1:
-            merged = _merge_parts(part_out_ptr, part_max_ptr, part_sum_ptr, pair, SPLITS, PARTS, TILE, D)
+        if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel") == PARTS - 1:
+            merged = _merge_parts(part_out_ptr, part_max_ptr, part_sum_ptr, pair, PARTS, PARTS_TILE, TILE, D)
             tl.store(to, merged.to(out_ptr.dtype.element_ty), mask=real)
             tl.store(counters_ptr + pair, 0)
 
@@ -161,19 +162,38 @@ def _num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _tile(m: int, itemsize: int, programs: int, multiprocessors: int) -> int:
-    """Query rows a program: all of them, unless so few programs would run that merging in more of them is faster."""
-    if itemsize == 4 or 4 * programs <= multiprocessors:
-        return 16
-    return min(64, max(16, triton.next_power_of_2(m)))
+@dataclass(frozen=True)
+class _Shape:
+    """Shape of a launch: query rows, slots of a step, parts of a list, slots of a part, steps in flight."""
+
+    tile: int
+    block: int
+    parts: int
+    slots_per_part: int
+    stages: int
 
 
-def _split(max_kv_len: int, block: int, programs: int, multiprocessors: int) -> tuple[int, int]:
-    """Number of parts of a list and slots a part (a multiple of `block`), to about two programs a multiprocessor."""
+def _shape(m: int, pairs: int, max_kv_len: int, key_bytes: int, itemsize: int, multiprocessors: int) -> _Shape:
+    """Choose a launch for `m` query rows and `pairs` of request and KV head; figures from a sweep on an H200.
+
+    Programs that nearly fill the GPU take whole lists with many small gathers in flight: a second program beside them
+    saves less than merging costs. Fewer share lists, to about two a multiprocessor. Few deal out rows as well and take
+    a part in one step: with nothing but latency left, every further step and every further part to merge shows.
+    """
+    few = itemsize == 4 or 4 * pairs <= multiprocessors  # float32 has no tensor cores: there only 16 rows fit
+    tile = 16 if few else min(64, max(16, triton.next_power_of_2(m)))
+    programs = pairs * triton.cdiv(m, tile)
+    possible = 1 if 3 * programs >= 2 * multiprocessors else 2 * multiprocessors // programs
+    if possible >= triton.cdiv(max_kv_len, 128):
+        block, stages = 128, 2
+    elif possible > 1:
+        block, stages = 64, 3
+    else:
+        block, stages = 32, 5
+    block = max(16, min(block // max(1, key_bytes // 256), triton.next_power_of_2(max_kv_len)))
     blocks = triton.cdiv(max_kv_len, block)
-    splits = min(blocks, _MAX_SPLITS, max(1, 2 * multiprocessors // programs))
-    blocks_per_split = triton.cdiv(blocks, splits)
-    return triton.cdiv(blocks, blocks_per_split), blocks_per_split * block
+    blocks_per_part = triton.cdiv(blocks, min(blocks, _MAX_PARTS, possible))
+    return _Shape(tile, block, triton.cdiv(blocks, blocks_per_part), blocks_per_part * block, stages)
 
 
 def _check(
@@ -245,7 +265,7 @@ def attend_slots(
     sm_scale
         Factor of the dot products, usually 1 / sqrt(head_dim).
     max_kv_len
-        At least every list's length, known to the host: it sets into how many parts lists are split.
+        At least every list's length, known to the host: it sets into how many parts lists fall.
     tree_mask
         Which own token sees which, bool [bs * rows * rows], contiguous; None is causal. Every row must see something.
     out
@@ -296,39 +316,30 @@ def _launch(
     kv_heads: int,
     sm_scale: float,
     max_kv_len: int,
-    *,
-    tile: int | None = None,
-    block: int | None = None,
-    splits: int | None = None,
-    num_warps: int | None = None,
-    stages: int = 3,
+    shape: _Shape | None = None,
 ) -> None:
-    """Choose the shape of the launch (or take the one given, which benchmarks do) and launch."""
+    """Launch, in the shape that is given (benchmarks and tests do) or chosen."""
     heads, head_dim = q.shape[1:]
-    group = heads // kv_heads
-    d = max(16, triton.next_power_of_2(head_dim))
-    multiprocessors = _num_multiprocessors(q.device)
-    tile = tile or _tile(rows * group, q.element_size(), bs * kv_heads, multiprocessors)
-    tiles = triton.cdiv(rows * group, tile)
-    block = block or max(16, min(64, 8192 // d, triton.next_power_of_2(max(max_kv_len, 1))))
-    parts, slots_per_split = _split(max(max_kv_len, 1), block, bs * kv_heads * tiles, multiprocessors)
-    if splits is not None:
-        slots_per_split = triton.cdiv(triton.cdiv(max_kv_len, block), splits) * block
-        parts = triton.cdiv(max_kv_len, slots_per_split)
+    m, d, itemsize = rows * heads // kv_heads, max(16, triton.next_power_of_2(head_dim)), q.element_size()
+    if shape is None:
+        multiprocessors = _num_multiprocessors(q.device)
+        shape = _shape(m, bs * kv_heads, max(max_kv_len, 1), d * itemsize, itemsize, multiprocessors)
+    tiles, parts = triton.cdiv(m, shape.tile), shape.parts
     pairs = bs * kv_heads * tiles
-    if pairs > MAX_COUNTERS:
-        parts, slots_per_split = 1, max_kv_len
-    workspace = torch.empty(pairs * parts * tile * (d + 2) if parts > 1 else 0, dtype=torch.float32, device=q.device)
-    part_out, part_max, part_sum = workspace.split([pairs * parts * tile * n if parts > 1 else 0 for n in (d, 1, 1)])
     nothing = kv_indices  # a pointer of some type, never read
+    part_out = part_max = part_sum = counters = nothing
+    if parts > 1:
+        sizes = [pairs * parts * shape.tile * n for n in (d, 1, 1)]
+        workspace = torch.empty(sum(sizes), dtype=torch.float32, device=q.device)
+        part_out, part_max, part_sum = workspace.split(sizes)
+        counters = part_counters(q.device, pairs)
     _attend_kernel[(kv_heads * tiles, parts, bs)](
         q, k_cache, v_cache, kv_indptr, kv_indices, nothing if tree_mask is None else tree_mask.view(torch.uint8), out,
-        part_out if parts > 1 else nothing, part_max if parts > 1 else nothing, part_sum if parts > 1 else nothing,
-        part_counters(q.device, pairs) if parts > 1 else nothing,
-        sm_scale * _LOG2_E, slots_per_split,
+        part_out, part_max, part_sum, counters,
+        sm_scale * _LOG2_E, shape.slots_per_part,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         out.stride(0), out.stride(1),
-        ROWS=rows, ROWS_TILE=triton.next_power_of_2(rows), GROUP=group, TILE=tile, TILES=tiles,
-        BLOCK=block, DIM=head_dim, D=d, SPLITS=parts, PARTS=triton.next_power_of_2(parts),
-        HAS_TREE=tree_mask is not None, STAGES=stages, num_warps=num_warps or 4,
+        ROWS=rows, ROWS_TILE=triton.next_power_of_2(rows), GROUP=heads // kv_heads, TILE=shape.tile, TILES=tiles,
+        BLOCK=shape.block, DIM=head_dim, D=d, PARTS=parts, PARTS_TILE=triton.next_power_of_2(parts),
+        HAS_TREE=tree_mask is not None, STAGES=shape.stages, num_warps=4,
     )  # fmt: skip

@@ -407,12 +407,8 @@ def _launch(
     max_len: int,
     shift: int,
     out: Tensor,
-    *,
-    stages: tuple[int, int] = (3, 3),
-    warps: tuple[int, int] = (4, 4),
-    again_block: int | None = None,
 ) -> None:
-    """Choose the shape of both launches (benchmarks vary what has a default) and launch."""
+    """Launch both; numbers of warps, stages and positions a program are from a sweep on an H200."""
     bs, num_rows, _, head_dim = q.shape
     pools = tuple((keys.data_ptr(), keys.stride(0), keys.stride(1)) for keys in k_cache)
     located, align = _locate_keys(groups.keys, pools, q.element_size(), q.device)
@@ -439,20 +435,20 @@ def _launch(
             chunk_max, chunk_sum, row_max, row_weight, part_counters(q.device, pairs), queries, logits,
             scale, limit, chunks, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
             M=m, TILE=tile, TILES=tiles, SIZE=groups.size, D=head_dim, CHUNK=_CHUNK, BLOCK=block, ALIGN=align,
-            STORE=store, STAGES=stages[0], num_warps=warps[0],
+            STORE=store, STAGES=3, num_warps=2 if tile == 16 else 4,
         )  # fmt: skip
     if store:
         block = 256
         _sum_stored_kernel[(triton.cdiv(max_len, block), bs)](
             logits, seq_lens, row_max, row_weight, out, limit, max_len, chunks, shift, out.stride(0),
             M=m, PADDED=tiles * tile, GROUPS=num_groups, CHUNK=_CHUNK, ROWS=16, BLOCK=block,
-            STAGES=stages[1], num_warps=warps[1],
+            STAGES=2, num_warps=4,
         )  # fmt: skip
     else:
-        block = again_block or block
+        block = max(16, block // 2)
         _sum_again_kernel[(triton.cdiv(max_len, block), bs)](
             queries, k_cache[0], located, req_to_token, req_pool_indices, seq_lens, row_max, row_weight, out,
             scale, limit, max_len, shift, req_to_token.stride(0), out.stride(0),
             TILE=tile, TILES=tiles, GROUPS=num_groups, D=head_dim, BLOCK=block, ALIGN=align,
-            STAGES=stages[1], num_warps=warps[1],
+            STAGES=2, num_warps=4,
         )  # fmt: skip

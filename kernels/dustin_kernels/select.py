@@ -18,8 +18,9 @@ costs is a program's issue rate and its reductions one after the other, so a lon
 programs at once: whatever a request lists is, within its chunk of the context, among the chunk's best `num_lookahead`
 by lookahead or its best `free` by history (free = budget - sinks - window: of those that history ranks higher, at most
 `num_lookahead` are listed already). One program a request then chooses among the shortlists; their order is that of
-the positions, so ties need nothing further. FlashInfer's radix top-k (deterministic, ties to the lower index) takes as
-long for one signal as this does for both, and leaves the second signal's exclusions and the order of the list to do.
+the positions, so ties need nothing further. On an H200 at bs 8, 32,000 positions and a budget of 512 both launches take
+37 us. FlashInfer's radix top-k (deterministic, ties to the lower index) takes 21 us a signal there, and leaves what the
+first signal chose in the second, and the list unordered.
 """
 
 import torch
@@ -158,10 +159,11 @@ def _select_kernel(
         positions = index
     tl.store(out_ptr + to, positions, mask=keep)
     for start in range(0, sinks + window, STEP):
-        entry = start + tl.arange(0, STEP)
-        last = entry >= sinks
-        to = tl.where(last, budget - window - sinks, 0) + entry
-        tl.store(out_ptr + to, tl.where(last, length - window - sinks, 0) + entry, mask=entry < sinks + window)
+        protected = start + tl.arange(0, STEP)
+        last = protected >= sinks
+        place = tl.where(last, budget - window - sinks, 0) + protected
+        position = tl.where(last, length - window - sinks, 0) + protected
+        tl.store(out_ptr + place, position, mask=protected < sinks + window)
 
 
 def _check(

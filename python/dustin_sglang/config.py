@@ -15,6 +15,7 @@ from typing import Any
 from dustin_sglang.selection.policy import POLICIES
 
 RADIX_MODES = ("exact", "shared")
+ATTENTIONS = ("auto", "dustin", "flashinfer")
 SPARSE_DRAFT_MODES = ("off", "all", "unscored")
 # Most tokens of one rectifying pass: it must not hold other requests up for longer than a verification.
 MAX_RECTIFY_INTERVAL = 512
@@ -46,6 +47,9 @@ class DustinConfig:
     sparse_draft
         Draft layers that read the last list and the tokens since instead of everything: none (``"off"``), ``"all"``,
         or all that do not score (``"unscored"``).
+    attention
+        What verifies on a GPU: this project's kernel (``"dustin"``), ``"flashinfer"``, or ``"auto"``: the kernel where
+        it can.
     rectify_interval
         N: every N committed tokens a dense pass rewrites their approximate KV; 0 never does.
 
@@ -63,6 +67,7 @@ class DustinConfig:
     policy: str = "hybrid"
     radix: str = "exact"
     sparse_draft: str = "off"
+    attention: str = "auto"
     rectify_interval: int = 0
 
     def __post_init__(self) -> None:
@@ -75,6 +80,7 @@ class DustinConfig:
         _check("radix", self.radix, self.radix in RADIX_MODES, "one of " + ", ".join(RADIX_MODES))
         modes = SPARSE_DRAFT_MODES
         _check("sparse_draft", self.sparse_draft, self.sparse_draft in modes, "one of " + ", ".join(modes))
+        _check("attention", self.attention, self.attention in ATTENTIONS, "one of " + ", ".join(ATTENTIONS))
         interval = self.rectify_interval
         _check("rectify_interval", interval, 0 <= interval <= MAX_RECTIFY_INTERVAL, _RECTIFY_RANGE)
         if self.sinks + self.window > self.budget:
@@ -128,6 +134,7 @@ _HELP = {
     "radix": "'exact': approximate KV is never shared between requests; 'shared': it is, and the metrics show it.",
     "sparse_draft": "Draft layers that read the last list and the tokens since only: 'off', 'all', or 'unscored', all "
     "but the profile's.",
+    "attention": "What verifies on a GPU: 'dustin' (this project's kernel), 'flashinfer', or 'auto': ours if it can.",
     "rectify_interval": "Committed tokens after which a dense pass rewrites their approximate KV; 0: never.",
 }
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dustin_sglang.config import DustinConfig
+from dustin_sglang.config import ConfigError, DustinConfig
+
+MAX_HEAD_DIM = 256  # of dustin_kernels.attend_slots
 
 
 def is_cpu() -> bool:
@@ -26,16 +28,42 @@ def create_target_backend(model_runner: Any) -> Any:
 
         return DustinCpuBackend(model_runner)
     from dustin_sglang.selection.policy import POLICIES
-    from dustin_sglang.verify_backend import DustinFlashInferBackend
 
     config, args, context = DustinConfig.from_env(), model_runner.server_args, model_runner.model_config.context_len
-    return DustinFlashInferBackend(
+    dense = POLICIES[config.policy].dense
+    return _verify_backend_class(config, model_runner, dense)(
         model_runner,
-        list_width=context if POLICIES[config.policy].dense else min(config.budget, context),
+        list_width=context if dense else min(config.budget, context),
         topk=args.speculative_eagle_topk,
         num_draft_tokens=args.speculative_num_draft_tokens,
         init_new_workspace=model_runner.init_new_workspace,
     )
+
+
+def _verify_backend_class(config: DustinConfig, model_runner: Any, dense: bool) -> Any:
+    """The backend that ``--dustin-attention`` asks for; "auto" leaves whole contexts, too, to FlashInfer."""
+    from dustin_sglang.attend_backend import DustinAttendBackend
+    from dustin_sglang.verify_backend import DustinFlashInferBackend
+
+    obstacle = why_not_attend(model_runner)
+    if config.attention == "dustin" and obstacle:
+        raise ConfigError(f"--dustin-attention dustin (or DUSTIN_ATTENTION): {obstacle}; use flashinfer")
+    if config.attention == "flashinfer" or (config.attention == "auto" and (dense or obstacle)):
+        return DustinFlashInferBackend
+    return DustinAttendBackend
+
+
+def why_not_attend(model_runner: Any) -> str | None:
+    """What of a model the kernel behind lists does not compute, or None; on the CPU torch computes everything."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    if is_cpu():
+        return None
+    if model_runner.model_config.head_dim > MAX_HEAD_DIM:
+        return f"its kernel takes head_dim up to {MAX_HEAD_DIM}, not {model_runner.model_config.head_dim}"
+    if any(m.logit_cap > 0 for m in model_runner.model.modules() if isinstance(m, RadixAttention)):
+        return "its kernel has no soft cap of the logits, which this model needs"
+    return None
 
 
 def draft_backend_factory(server_args: Any, draft_runner: Any, topk: int, num_steps: int) -> Any:

@@ -1,10 +1,11 @@
-"""FlashInfer verification over the selected slots.
+"""Verification over the selected slots: what every target backend on a GPU shares, and the one on FlashInfer.
 
 The list of a request is its selected positions followed by the slots of the g tokens under verification, at page
-size 1 as SGLang's FlashInfer backend always uses it. A chain needs no mask: attention is causal at the end of the
-list. A tree needs the g x g mask of the draft tokens, every listed position being visible to all rows.
+size 1 whatever SGLang's is. A chain needs no mask: attention is causal at the end of the list. A tree needs the g x g
+mask of the draft tokens, every listed position being visible to all rows.
 
-Counts are known to the host, so planning never waits for the device, and is repeated only when a count changes.
+FlashInfer plans from counts, which the host knows: planning never waits for the device, and is repeated only when a
+count changes. `attend_backend.py` needs no plan.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from dustin_sglang.selection.selector import Selection
 
 
-class DustinFlashInferBackend(ExtendTap, FlashInferAttnBackend):
-    """The target's attention: FlashInfer as SGLang uses it, except that verification reads a selection.
+class ListedBackend(FlashInferAttnBackend):
+    """The target's attention: SGLang's FlashInfer backend, except that verification reads lists.
 
     Parameters
     ----------
@@ -55,9 +56,6 @@ class DustinFlashInferBackend(ExtendTap, FlashInferAttnBackend):
             max_bs=self._max_bs,
             is_read=self._is_tree,
         )
-        self._planned: dict[int, list[int]] = {}
-        self._qo_indptr_host = torch.arange(self._max_bs + 1, dtype=torch.int32) * self._g
-        self._verify_qo_indptr = self._qo_indptr_host.to(self._device)
 
     def attend_to(self, selection: Selection) -> None:
         """Let the next verification read `selection`."""
@@ -67,6 +65,57 @@ class DustinFlashInferBackend(ExtendTap, FlashInferAttnBackend):
     def verify_mask(self) -> VerifyMask:
         """The g x g tree mask that the draft fills; its prefix part is never built."""
         return self._verify_mask
+
+    def _counts(self, forward_batch: Any, in_capture: bool) -> list[int]:
+        """Listed positions a request; capture and the padding of a captured batch list one."""
+        if in_capture:
+            return [1] * forward_batch.batch_size
+        if self._selection is None:
+            raise RuntimeError("a verification was planned before its positions were selected")
+        counts = self._selection.counts
+        return counts + [1] * (forward_batch.batch_size - len(counts))
+
+    def _write_list(
+        self, forward_batch: Any, counts: list[int], kv_indptr: torch.Tensor, kv_indices: torch.Tensor
+    ) -> None:
+        """Write where every request's list starts, int32 ``[batch + 1]``, and its slots; both on the device."""
+        positions = self._selection.positions if self._selection is not None else None
+        bs = len(counts)
+        seq_lens = forward_batch.seq_lens[:bs]
+        if positions is not None:
+            if positions.shape[0] < bs:  # padded rows list position 0
+                positions = torch.nn.functional.pad(positions, (0, 0, 0, bs - positions.shape[0]))
+            seq_lens = seq_lens.clamp(max=positions.shape[1])
+        kv_indptr[:1].zero_()
+        torch.cumsum(seq_lens + self._g, dim=0, dtype=torch.int32, out=kv_indptr[1:])
+        write_slots(
+            positions,
+            forward_batch.seq_lens[:bs],
+            forward_batch.req_pool_indices[:bs],
+            self._req_to_token,
+            kv_indptr,
+            self._g,
+            kv_indices,
+            max_len=max(counts),
+        )
+
+    def _tree(self, forward_batch: Any, bs: int) -> torch.Tensor:
+        """Mask among the draft tokens, bool ``[bs * g * g]``."""
+        tree = forward_batch.spec_info.custom_mask
+        cells = bs * self._g * self._g
+        if tree is None or tree.numel() < cells:  # capture runs before any draft has filled the mask
+            return torch.ones(cells, dtype=torch.bool, device=self._device)
+        return tree[:cells]
+
+
+class FlashInferListedBackend(ListedBackend):
+    """Verification by FlashInfer's paged prefill."""
+
+    def __init__(self, model_runner: Any, **kwargs: Any) -> None:
+        super().__init__(model_runner, **kwargs)
+        self._planned: dict[int, list[int]] = {}
+        self._qo_indptr_host = torch.arange(self._max_bs + 1, dtype=torch.int32) * self._g
+        self._verify_qo_indptr = self._qo_indptr_host.to(self._device)
 
     # -- CUDA graphs ---------------------------------------------------------------------------------------------
 
@@ -102,8 +151,8 @@ class DustinFlashInferBackend(ExtendTap, FlashInferAttnBackend):
             self._prepare_cuda_graph_metadata(bs, bs * self._g, forward_batch.forward_mode, forward_batch.spec_info)
         wrapper = self.prefill_cuda_graph_metadata[bs][0]
         counts = self._counts(forward_batch, in_capture)
-        kv_indptr = self._write_list(forward_batch, counts, wrapper._paged_kv_indices_buf)
-        wrapper._paged_kv_indptr_buf.copy_(kv_indptr)
+        kv_indptr = wrapper._paged_kv_indptr_buf
+        self._write_list(forward_batch, counts, kv_indptr, wrapper._paged_kv_indices_buf)
         if self._is_tree:
             self._write_mask(forward_batch, counts, kv_indptr, wrapper._custom_mask_buf, wrapper._mask_indptr_buf)
         if in_capture or self._planned.get(bs) != counts:
@@ -146,7 +195,8 @@ class DustinFlashInferBackend(ExtendTap, FlashInferAttnBackend):
         counts = self._counts(forward_batch, in_capture=False)
         total = sum(counts) + bs * self._g
         kv_indices = torch.empty(total, dtype=torch.int32, device=self._device)
-        kv_indptr = self._write_list(forward_batch, counts, kv_indices)
+        kv_indptr = torch.empty(bs + 1, dtype=torch.int32, device=self._device)
+        self._write_list(forward_batch, counts, kv_indptr, kv_indices)
         wrapper = self.prefill_wrappers_verify[0]
         self._plan(wrapper, bs, counts, kv_indices)
         if self._is_tree:
@@ -158,38 +208,6 @@ class DustinFlashInferBackend(ExtendTap, FlashInferAttnBackend):
         self.forward_metadata = PrefillMetadata([wrapper], False, False)
 
     # -- both ----------------------------------------------------------------------------------------------------
-
-    def _counts(self, forward_batch: Any, in_capture: bool) -> list[int]:
-        """Listed positions a request; capture and the padding of a captured batch list one."""
-        if in_capture:
-            return [1] * forward_batch.batch_size
-        if self._selection is None:
-            raise RuntimeError("a verification was planned before its positions were selected")
-        counts = self._selection.counts
-        return counts + [1] * (forward_batch.batch_size - len(counts))
-
-    def _write_list(self, forward_batch: Any, counts: list[int], kv_indices: torch.Tensor) -> torch.Tensor:
-        """Write every request's slots to `kv_indices`; returns kv_indptr int32 ``[batch + 1]`` on the device."""
-        positions = self._selection.positions if self._selection is not None else None
-        bs = len(counts)
-        seq_lens = forward_batch.seq_lens[:bs]
-        if positions is not None:
-            if positions.shape[0] < bs:  # padded rows list position 0
-                positions = torch.nn.functional.pad(positions, (0, 0, 0, bs - positions.shape[0]))
-            seq_lens = seq_lens.clamp(max=positions.shape[1])
-        kv_indptr = torch.zeros(bs + 1, dtype=torch.int32, device=self._device)
-        torch.cumsum(seq_lens + self._g, dim=0, dtype=torch.int32, out=kv_indptr[1:])
-        write_slots(
-            positions,
-            forward_batch.seq_lens[:bs],
-            forward_batch.req_pool_indices[:bs],
-            self._req_to_token,
-            kv_indptr,
-            self._g,
-            kv_indices,
-            max_len=max(counts),
-        )
-        return kv_indptr
 
     def _write_mask(
         self,
@@ -203,11 +221,8 @@ class DustinFlashInferBackend(ExtendTap, FlashInferAttnBackend):
         kv_lens = kv_indptr[1:] - kv_indptr[:-1]
         mask_indptr[0] = 0
         torch.cumsum((kv_lens * self._g + 7) // 8, dim=0, dtype=torch.int32, out=mask_indptr[1:])
-        tree = forward_batch.spec_info.custom_mask
-        cells = len(counts) * self._g * self._g
-        if tree is None or tree.numel() < cells:  # capture runs before any draft has filled the mask
-            tree = torch.ones(cells, dtype=torch.bool, device=self._device)
-        pack_tree_mask(tree[:cells], kv_indptr, mask_indptr, self._g, out, max_kv_len=max(counts) + self._g)
+        tree = self._tree(forward_batch, len(counts))
+        pack_tree_mask(tree, kv_indptr, mask_indptr, self._g, out, max_kv_len=max(counts) + self._g)
 
     def _mask_bytes(self, kv_len: int) -> int:
         return (kv_len * self._g + 7) // 8
@@ -235,3 +250,7 @@ class DustinFlashInferBackend(ExtendTap, FlashInferAttnBackend):
 
 def _indptr(lens: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(torch.cumsum(lens, dim=0, dtype=torch.int32), (1, 0))
+
+
+class DustinFlashInferBackend(ExtendTap, FlashInferListedBackend):
+    """The target's backend for ``--dustin-attention flashinfer``."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dustin_sglang import compat
-from dustin_sglang.config import DustinConfig
+from dustin_sglang import compat, devices
+from dustin_sglang.config import ConfigError, DustinConfig
 from dustin_sglang.profile import ModelShape, Profile, auto_profile, load_profile
 from dustin_sglang.selection.heads import Heads
 from dustin_sglang.selection.policy import POLICIES
@@ -75,7 +75,7 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
     ProfileError
         A profile that does not fit the models.
     ConfigError
-        A ``--dustin-sparse-draft`` that leaves every layer of this draft dense.
+        A ``--dustin-sparse-draft`` that leaves every layer of this draft dense, or that the kernel cannot serve.
     ValueError
         A KV cache of another type than its model.
     """
@@ -109,6 +109,8 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
     )
     sparse_draft = None
     if config.sparse_draft != "off" and not policy.dense:
+        if obstacle := devices.why_not_attend(draft_runner):
+            raise ConfigError(f"--dustin-sparse-draft (or DUSTIN_SPARSE_DRAFT): {obstacle}; use off")
         dense_layers = dense_draft_layers(config.sparse_draft, draft.layers, profile.lookahead.layers)
         sparse_draft = SparseDraft(dense_layers, total, width, draft_runner.req_to_token_pool.req_to_token)
     draft_worker.bind(draft_store, sparse_draft)

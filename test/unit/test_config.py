@@ -8,7 +8,7 @@ from dustin_sglang.config import ConfigError, DustinConfig, add_flags, flags_to_
 
 
 def test_defaults_are_the_documented_ones() -> None:
-    assert DustinConfig.from_env({}) == DustinConfig(512, 4, 64, None, "auto", "hybrid", "exact", "off", 0)
+    assert DustinConfig.from_env({}) == DustinConfig(512, 4, 64, None, "auto", "hybrid", "exact", "off", "auto", 0)
 
 
 def test_variables_set_every_field() -> None:
@@ -21,10 +21,11 @@ def test_variables_set_every_field() -> None:
         "DUSTIN_POLICY": "history",
         "DUSTIN_RADIX": "shared",
         "DUSTIN_SPARSE_DRAFT": "unscored",
+        "DUSTIN_ATTENTION": "flashinfer",
         "DUSTIN_RECTIFY_INTERVAL": "64",
     }
-    expected = DustinConfig(256, 2, 16, 0.75, "pair.json", "history", "shared", "unscored", 64)
-    assert DustinConfig.from_env(env) == expected
+    want = DustinConfig(256, 2, 16, 0.75, "pair.json", "history", "shared", "unscored", "flashinfer", 64)
+    assert DustinConfig.from_env(env) == want
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,7 @@ def test_variables_set_every_field() -> None:
         ("POLICY", "best", "--dustin-policy", "hybrid"),
         ("RADIX", "yes", "--dustin-radix", "exact, shared"),
         ("SPARSE_DRAFT", "on", "--dustin-sparse-draft", "off, all, unscored"),
+        ("ATTENTION", "fa3", "--dustin-attention", "auto, dustin, flashinfer"),
         ("RECTIFY_INTERVAL", "-1", "--dustin-rectify-interval", "an integer from 0 (off) to 512"),
         ("RECTIFY_INTERVAL", "513", "--dustin-rectify-interval", "an integer from 0 (off) to 512"),
     ],

@@ -139,28 +139,46 @@ def test_strided_pools_and_queries(backend):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-@pytest.mark.parametrize("splits", [1, 2, 3, 7, 16])
-def test_parts_merge_to_the_whole(splits):
-    """However a list is split, also where a part holds nothing or only tokens that a row must not see."""
+@pytest.mark.parametrize("slots_per_part", [112, 64, 48, 16])
+@pytest.mark.parametrize("tile", [16, 32])
+def test_parts_merge_to_the_whole(tile, slots_per_part):
+    """However a list falls into parts, also where one holds nothing or only tokens that a row must not see."""
     case = Case([111, 5, 64, 3], rows=5, heads=8, kv_heads=2, mask=CAUSAL)
     out = torch.full_like(case.q, math.nan)
-    for tile in (16, 32):
-        attend._launch(
-            case.q, case.k_cache, case.v_cache, case.kv_indptr, case.kv_indices, None, out, 4, 5, 2, case.scale, 111,
-            tile=tile, block=16, splits=splits,
-        )  # fmt: skip
-        torch.testing.assert_close(out.double(), case.expected(), atol=2e-6, rtol=2e-6)
+    shape = attend._Shape(tile, 16, -(-112 // slots_per_part), slots_per_part, 2)
+    attend._launch(
+        case.q, case.k_cache, case.v_cache, case.kv_indptr, case.kv_indices, None, out, 4, 5, 2, case.scale, 111, shape
+    )  # fmt: skip
+    torch.testing.assert_close(out.double(), case.expected(), atol=2e-6, rtol=2e-6)
     assert (part_counters(out.device, 1) == 0).all()
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-def test_launch_shape_fills_the_gpu_and_no_more():
-    """(bs, KV heads, rows a KV head) at 517 slots on 132 multiprocessors."""
-    assert attend._tile(40, 2, 16 * 8, 132) == 64
-    assert attend._tile(40, 2, 8, 132) == 16
-    assert attend._split(517, 64, 128, 132) == (2, 320)
-    assert attend._split(517, 64, 24, 132) == (9, 64)
-    assert attend._split(517, 64, 1000, 132) == (1, 576)
+@pytest.mark.parametrize(
+    ("m", "pairs", "max_kv_len", "expected"),
+    [
+        (40, 16 * 8, 517, attend._Shape(64, 32, 1, 544, 5)),
+        (20, 8 * 8, 517, attend._Shape(32, 64, 3, 192, 3)),
+        (40, 8, 517, attend._Shape(16, 128, 5, 128, 2)),
+        (7, 8 * 2, 520, attend._Shape(16, 128, 5, 128, 2)),
+        (40, 1000, 517, attend._Shape(64, 32, 1, 544, 5)),
+    ],
+    ids=["72B, bs 16", "8B, bs 8", "72B, bs 1", "0.5B draft, bs 8", "more than the GPU holds"],
+)
+def test_launch_shapes_of_the_sweep(m, pairs, max_kv_len, expected):
+    assert attend._shape(m, pairs, max_kv_len, 256, 2, 132) == expected
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("key_bytes", [32, 128, 256, 512, 1024])
+@pytest.mark.parametrize("max_kv_len", [1, 16, 517, 40000])
+@pytest.mark.parametrize("pairs", [1, 40, 5000])
+def test_launch_shapes_cover_the_list_and_fit_into_shared_memory(key_bytes, max_kv_len, pairs):
+    for m in (1, 20, 200):
+        shape = attend._shape(m, pairs, max_kv_len, key_bytes, 4 if key_bytes == 1024 else 2, 132)
+        assert shape.parts * shape.slots_per_part >= max_kv_len > (shape.parts - 1) * shape.slots_per_part
+        assert shape.slots_per_part % shape.block == 0 and shape.block >= 16
+        assert shape.stages * shape.block * 2 * key_bytes <= 200 * 1024
 
 
 @pytest.mark.parametrize(
