@@ -5,7 +5,7 @@ Everything is counted from numbers that the host has anyway; nothing is copied f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dustin_sglang.selection.policy import Budget
@@ -25,6 +25,12 @@ class Metrics:
 
     def rectified(self, requests: int, tokens: int) -> None:
         """One dense pass rewrote the KV of `tokens` of so many requests."""
+
+    def monitored(self, agreeing: float, compared: float, kl: float, shares: Mapping[str, float]) -> None:
+        """One request was also verified densely; `kl` in nats, summed over tokens; `shares` from 0 to 1."""
+
+    def fell_back(self) -> None:
+        """A request is verified densely from now on."""
 
     def radix_approximate_tokens(self, tokens: int) -> None:
         """Approximate KV of `tokens` entered the radix tree (``--dustin-radix shared``)."""
@@ -51,6 +57,13 @@ class PrometheusMetrics(Metrics):
         self._accepted = counter("accepted_tokens", "Tokens accepted, bonus tokens included.")
         self._rectifications = counter("rectifications", "Times that a request's approximate KV was rewritten.")
         self._rectified = counter("rectified_tokens", "Tokens whose approximate KV was rewritten.")
+        self._monitored = counter("monitored_request_steps", "Sparse request-steps that were also run densely.")
+        self._compared = counter("compared_tokens", "Tokens of monitored request-steps.")
+        self._agreeing = counter("agreeing_tokens", "Compared tokens whose greedy choice was the dense one.")
+        self._kl = counter("compared_kl_nats", "KL of the dense to the sparse distribution, summed over tokens.")
+        self._captured = counter("captured_mass", "Share of a signal's mass on listed positions, summed.", "signal")
+        self._overlap = counter("signal_overlap", "Share of positions that both signals prefer, summed.")
+        self._fallbacks = counter("dense_fallbacks", "Requests that turned to dense verification.")
         self._approximate = counter("radix_approximate_tokens", "Approximate tokens that entered the radix tree.")
 
     def verified(self, budget: Budget, selection: Selection, seq_lens: Iterable[int]) -> None:
@@ -70,6 +83,17 @@ class PrometheusMetrics(Metrics):
     def rectified(self, requests: int, tokens: int) -> None:
         self._rectifications.inc(requests)
         self._rectified.inc(tokens)
+
+    def monitored(self, agreeing: float, compared: float, kl: float, shares: Mapping[str, float]) -> None:
+        self._monitored.inc()
+        self._compared.inc(compared)
+        self._agreeing.inc(agreeing)
+        self._kl.inc(max(kl, 0.0))  # rounding may leave it a little below 0
+        for name, value in shares.items():
+            (self._overlap if name == "overlap" else self._captured.labels(name)).inc(value)
+
+    def fell_back(self) -> None:
+        self._fallbacks.inc()
 
     def radix_approximate_tokens(self, tokens: int) -> None:
         self._approximate.inc(tokens)

@@ -20,6 +20,7 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 from dustin_sglang import compat, metrics
 from dustin_sglang.config import DustinConfig
 from dustin_sglang.draft import DustinEagleDraftWorker, DustinStandaloneDraftWorker
+from dustin_sglang.monitor import Monitor
 from dustin_sglang.radix import end_exact, set_exact
 from dustin_sglang.rectify import Rectifier
 from dustin_sglang.selection.selector import Selection
@@ -34,6 +35,7 @@ class SparseVerification:
 
     _wiring: Wiring
     _rectifier: Rectifier | None = None
+    _monitor: Monitor | None = None
 
     def init_attention_backends(self: Any) -> None:
         """Create SGLang's backends, then wire taps, signals and selection together, before graphs are captured."""
@@ -43,7 +45,16 @@ class SparseVerification:
         if config.rectify_interval:
             self._rectifier = Rectifier(config.rectify_interval, self._target_worker, self._draft_worker)
         if self.topk > 1:
-            compat.remember_accept_index()
+            compat.hook_sampling()
+        if config.monitor_interval:
+            self._monitor = Monitor(
+                config.monitor_interval,
+                config.dense_fallback,
+                self._wiring.selector,
+                self._target_worker,
+                self.req_to_token_pool,
+                self.speculative_num_draft_tokens,
+            )
         if self._target_worker.model_runner.ps.tp_rank == 0:
             logger.info("%s", self._wiring.describe(config))
             if self.server_args.enable_metrics:
@@ -66,21 +77,29 @@ class SparseVerification:
         """Verify a drafted batch over its selected positions."""
         if batch.forward_mode.is_idle():
             return super().verify(batch, *args, **kwargs)  # type: ignore[misc]
-        verify_input = batch.spec_info
-        selection = self._select(batch, drafted=True)
+        verify_input, reqs, monitor = batch.spec_info, batch.reqs, self._monitor
+        seq_lens = batch.seq_lens_cpu.tolist()
+        monitored = monitor is not None and monitor.begin(reqs, seq_lens)
+        selection = self._select(batch, drafted=True, measured=monitored)
+        if monitor is not None:
+            selection = monitor.fall_back(selection, reqs, seq_lens)
         self._account(batch, selection)
+        if monitored:
+            monitor.read_densely(batch, verify_input)
         self._wiring.target_backend.attend_to(selection)
         result = super().verify(batch, *args, **kwargs)  # type: ignore[misc]
+        if monitored:
+            monitor.record(reqs, selection, verify_input, result.accept_lens)
         self._keep(batch, selection, verify_input, result.accept_lens)
         return result
 
-    def _select(self: Any, batch: Any, *, drafted: bool) -> Selection:
+    def _select(self: Any, batch: Any, *, drafted: bool, measured: bool = False) -> Selection:
         """Select for a batch; where drafting is sparse, the next draft forwards read the same."""
         seq_lens = batch.seq_lens_cpu.tolist()
         context = Context(
             self.req_to_token_pool.req_to_token, batch.req_pool_indices.long(), batch.seq_lens, max(seq_lens)
         )
-        selection = self._wiring.selector.select(context, seq_lens, drafted=drafted)
+        selection = self._wiring.selector.select(context, seq_lens, drafted=drafted, measured=measured)
         if self._wiring.sparse_draft is not None:
             self._wiring.sparse_draft.keep(selection, context.req_pool_indices, context.seq_lens)
         return selection

@@ -8,7 +8,9 @@ from dustin_sglang.config import ConfigError, DustinConfig, add_flags, flags_to_
 
 
 def test_defaults_are_the_documented_ones() -> None:
-    assert DustinConfig.from_env({}) == DustinConfig(512, 4, 64, None, "auto", "hybrid", "exact", "off", "auto", 0)
+    assert DustinConfig.from_env({}) == DustinConfig(
+        512, 4, 64, None, "auto", "hybrid", "exact", "off", "auto", 0, 0, 0.0
+    )
 
 
 def test_variables_set_every_field() -> None:
@@ -23,8 +25,10 @@ def test_variables_set_every_field() -> None:
         "DUSTIN_SPARSE_DRAFT": "unscored",
         "DUSTIN_ATTENTION": "flashinfer",
         "DUSTIN_RECTIFY_INTERVAL": "64",
+        "DUSTIN_MONITOR_INTERVAL": "16",
+        "DUSTIN_DENSE_FALLBACK": "0.5",
     }
-    want = DustinConfig(256, 2, 16, 0.75, "pair.json", "history", "shared", "unscored", "flashinfer", 64)
+    want = DustinConfig(256, 2, 16, 0.75, "pair.json", "history", "shared", "unscored", "flashinfer", 64, 16, 0.5)
     assert DustinConfig.from_env(env) == want
 
 
