@@ -5,7 +5,7 @@ Everything is counted from numbers that the host has anyway; nothing is copied f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dustin_sglang.selection.policy import Budget
@@ -17,8 +17,8 @@ SOURCES = ("protected", "lookahead", "history")
 class Metrics:
     """Does nothing: the metrics of a process without ``--enable-metrics`` and of every rank but the first."""
 
-    def verified(self, budget: Budget, selection: Selection, seq_lens: Iterable[int]) -> None:
-        """A verification of one batch was launched."""
+    def verified(self, budget: Budget, selection: Selection, seq_lens: Sequence[int], exact: int) -> None:
+        """A verification of one batch was launched; `exact` of its committed tokens have exact KV."""
 
     def accepted(self, tokens: int) -> None:
         """`tokens` were accepted, bonus tokens included."""
@@ -42,11 +42,17 @@ class PrometheusMetrics(Metrics):
     def __init__(self) -> None:
         # Imported here: prometheus_client decides at import whether it runs in multi-process mode, and SGLang sets
         # that up first.
-        from prometheus_client import Counter
+        from prometheus_client import Counter, Gauge
 
         def counter(name: str, text: str, *labels: str) -> Any:
             return Counter(f"dustin:{name}", text, labels)
 
+        def gauge(name: str, text: str) -> Any:
+            return Gauge(f"dustin:{name}", text, multiprocess_mode="mostrecent")
+
+        self._budget = gauge("budget_positions", "Positions that one list may hold.")
+        self._exact = gauge("exact_tokens", "Committed tokens with exact KV, of the last batch verified.")
+        self._inexact = gauge("approximate_tokens", "Committed tokens with approximate KV, of the last batch verified.")
         self._steps = counter("verify_steps", "Request-steps verified.")
         self._sparse_steps = counter("sparse_verify_steps", "Request-steps verified over a part of the context.")
         self._selected = counter("selected_positions", "Positions listed in sparse request-steps.")
@@ -66,7 +72,10 @@ class PrometheusMetrics(Metrics):
         self._fallbacks = counter("dense_fallbacks", "Requests that turned to dense verification.")
         self._approximate = counter("radix_approximate_tokens", "Approximate tokens that entered the radix tree.")
 
-    def verified(self, budget: Budget, selection: Selection, seq_lens: Iterable[int]) -> None:
+    def verified(self, budget: Budget, selection: Selection, seq_lens: Sequence[int], exact: int) -> None:
+        self._budget.set(budget.total)
+        self._exact.set(exact)
+        self._inexact.set(sum(seq_lens) - exact)
         self._steps.inc(len(selection.sparse))
         context = [n for n, sparse in zip(seq_lens, selection.sparse, strict=True) if sparse]
         if not context:

@@ -144,20 +144,25 @@ class Monitor:
         self._rows: torch.Tensor | None = None
         compat.hook_sampling()
 
-    def begin(self, reqs: list[Any], seq_lens: list[int]) -> bool:
+    def begin(self, batch: Any) -> bool:
         """Take in what the last monitored verification showed; whether the coming one is to be monitored."""
         self._collect()
-        for req in reqs:
-            tell(req, 2 * self._g)
-        if not any(self._is_sparse(req, n) for req, n in zip(reqs, seq_lens, strict=True)):
+        self.tell(batch.reqs)
+        seq_lens = batch.seq_lens_cpu.tolist()
+        if not any(self._is_sparse(req, n) for req, n in zip(batch.reqs, seq_lens, strict=True)):
             return False
         self._sparse_steps += 1
         return self._sparse_steps % self._interval == 0
 
-    def fall_back(self, selection: Selection, reqs: list[Any], seq_lens: list[int]) -> Selection:
-        """List everything for the requests that are verified densely by now."""
-        rows = [i for i, req in enumerate(reqs) if selection.sparse[i] and agreement_of(req).dense]
-        return selection.whole(rows, seq_lens) if rows else selection
+    def tell(self, reqs: list[Any]) -> None:
+        """Let the tokens that `reqs` are to get carry what is known of them; before a prefill and a verification."""
+        for req in reqs:
+            tell(req, 2 * self._g)
+
+    def fall_back(self, batch: Any, selection: Selection) -> Selection:
+        """List everything for the requests of `batch` that are verified densely by now."""
+        rows = [i for i, req in enumerate(batch.reqs) if selection.sparse[i] and agreement_of(req).dense]
+        return selection.whole(rows, batch.seq_lens_cpu.tolist()) if rows else selection
 
     def read_densely(self, batch: Any, verify_input: Any) -> None:
         """Run the rows of a drafted batch over everything; `verify_input` compares its own before it samples."""
@@ -178,7 +183,7 @@ class Monitor:
 
         verify_input.dustin_observe_logits = compare
 
-    def record(self, reqs: list[Any], selection: Selection, verify_input: Any, accept_lens: torch.Tensor) -> None:
+    def record(self, batch: Any, selection: Selection, verify_input: Any, accept_lens: torch.Tensor) -> None:
         """Send to the host what a monitored verification showed on the rows whose next token was accepted."""
         if self._rows is None:
             raise RuntimeError("a monitored verification sampled without comparing its logits")
@@ -189,7 +194,7 @@ class Monitor:
         results = torch.stack([rows[:, 0], accept_lens.float(), rows[:, 1], *shares.values()], dim=1)
         if self._reduce is not None:  # ranks must agree to the bit on what they decide from
             results = self._reduce(results) / self._ranks
-        self._pending = _Pending(list(reqs), selection.sparse, list(shares), *_to_host(results))
+        self._pending = _Pending(list(batch.reqs), selection.sparse, list(shares), *_to_host(results))
         self._rows = None
 
     def _is_sparse(self, req: Any, seq_len: int) -> bool:

@@ -21,7 +21,7 @@ from dustin_sglang import compat, metrics
 from dustin_sglang.config import DustinConfig
 from dustin_sglang.draft import DustinEagleDraftWorker, DustinStandaloneDraftWorker
 from dustin_sglang.monitor import Monitor
-from dustin_sglang.radix import end_exact, set_exact
+from dustin_sglang.radix import end_exact, exact_len, set_exact
 from dustin_sglang.rectify import Rectifier
 from dustin_sglang.selection.selector import Selection
 from dustin_sglang.selection.signals import Context
@@ -66,6 +66,8 @@ class SparseVerification:
         if prefill:
             for req in batch.reqs:
                 set_exact(req)
+            if self._monitor is not None:
+                self._monitor.tell(batch.reqs)
         elif self._rectifier is not None and not batch.forward_mode.is_idle():
             self._rectifier.rectify(batch)
         result = super().forward_batch_generation(batch, *args, **kwargs)  # type: ignore[misc]
@@ -77,19 +79,19 @@ class SparseVerification:
         """Verify a drafted batch over its selected positions."""
         if batch.forward_mode.is_idle():
             return super().verify(batch, *args, **kwargs)  # type: ignore[misc]
-        verify_input, reqs, monitor = batch.spec_info, batch.reqs, self._monitor
-        seq_lens = batch.seq_lens_cpu.tolist()
-        monitored = monitor is not None and monitor.begin(reqs, seq_lens)
+        verify_input, monitor = batch.spec_info, self._monitor
+        monitored = monitor is not None and monitor.begin(batch)
         selection = self._select(batch, drafted=True, measured=monitored)
+        self._end_exactness(batch, selection)
         if monitor is not None:
-            selection = monitor.fall_back(selection, reqs, seq_lens)
-        self._account(batch, selection)
+            selection = monitor.fall_back(batch, selection)
+        self._count(batch, selection)
         if monitored:
             monitor.read_densely(batch, verify_input)
         self._wiring.target_backend.attend_to(selection)
         result = super().verify(batch, *args, **kwargs)  # type: ignore[misc]
         if monitored:
-            monitor.record(reqs, selection, verify_input, result.accept_lens)
+            monitor.record(batch, selection, verify_input, result.accept_lens)
         self._keep(batch, selection, verify_input, result.accept_lens)
         return result
 
@@ -104,13 +106,17 @@ class SparseVerification:
             self._wiring.sparse_draft.keep(selection, context.req_pool_indices, context.seq_lens)
         return selection
 
-    def _account(self: Any, batch: Any, selection: Selection) -> None:
-        """Count what a verification reads, and end the exactness of requests that it reads in part."""
-        seq_lens = batch.seq_lens_cpu.tolist()
-        metrics.get().verified(self._wiring.selector.budget, selection, seq_lens)
-        for req, seq_len, sparse in zip(batch.reqs, seq_lens, selection.sparse, strict=True):
+    def _end_exactness(self: Any, batch: Any, selection: Selection) -> None:
+        """End the exactness of requests that are listed in part: if not the target, a sparse draft reads the list."""
+        for req, seq_len, sparse in zip(batch.reqs, batch.seq_lens_cpu.tolist(), selection.sparse, strict=True):
             if sparse:
                 end_exact(req, seq_len)
+
+    def _count(self: Any, batch: Any, selection: Selection) -> None:
+        """Count what a verification reads, and how much of its context is exact."""
+        seq_lens = batch.seq_lens_cpu.tolist()
+        exact = sum(exact_len(req, n) for req, n in zip(batch.reqs, seq_lens, strict=True))
+        metrics.get().verified(self._wiring.selector.budget, selection, seq_lens, exact)
 
     def _keep(self: Any, batch: Any, selection: Selection, verify_input: Any, accept_lens: torch.Tensor) -> None:
         """Keep the target's query of each request's last confirmed token for the next round."""

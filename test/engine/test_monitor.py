@@ -14,6 +14,7 @@ from scheduler_harness import Engine, in_child
 from test_draft_shift import FOUND, MARKER, MISSED, PROMPT, write_marker_model
 
 from dustin_sglang import metrics
+from dustin_sglang.monitor import agreement_of
 
 ENV = {"DUSTIN_BUDGET": "40", "DUSTIN_WINDOW": "16"}
 PROMPTS = {"a": tokens(150, seed=1), "b": tokens(90, seed=2), "c": tokens(20, seed=3)}
@@ -120,16 +121,33 @@ def test_a_list_without_it_disagrees(marker: dict[str, Any]) -> None:
     assert not any(result["told"]["r"]["dustin_dense"])
 
 
-def penalised(arguments: dict[str, Any]) -> list[Any]:
+def biased(arguments: dict[str, Any]) -> tuple[list[int], list[Any]]:
+    """Answer under a bias towards the other token; what the monitor found."""
     counted, engine = recorder(), Engine(**arguments)
-    engine.add("r", PROMPT, 24, frequency_penalty=1.0)
+    engine.add("r", PROMPT, 24, logit_bias={str(MISSED): 100.0})
     engine.run()
-    return counted.steps
+    return engine.output("r"), counted.steps
 
 
-def test_penalties_do_not_count_as_disagreement(marker: dict[str, Any]) -> None:
-    steps = in_child(penalised, marker, env=THREE | {"DUSTIN_POLICY": "lookahead"})
+def test_a_logit_bias_does_not_count_as_disagreement(marker: dict[str, Any]) -> None:
+    answer, steps = in_child(biased, marker, env=THREE | {"DUSTIN_POLICY": "lookahead"})
+    assert answer == [MISSED] * 24
     assert steps and all(agreeing == compared and kl < 1e-3 for agreeing, compared, kl, _ in steps)
+
+
+def told_to_be_dense(arguments: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
+    """One request, verified densely from the beginning, as one that was retracted and prefilled again."""
+    engine = Engine(**arguments)
+    engine.add("r", prompt, 24)
+    agreement_of(engine.request("r")).dense = True
+    engine.run()
+    return dict(exact=engine.request("r").dustin_exact_len, cached=engine.tree.evictable_size())
+
+
+def test_a_dense_request_still_shares_nothing_that_a_sparse_draft_wrote(models: dict[str, str]) -> None:
+    env = ENV | {"DUSTIN_MONITOR_INTERVAL": "8", "DUSTIN_DENSE_FALLBACK": "0.5", "DUSTIN_SPARSE_DRAFT": "all"}
+    result = in_child(told_to_be_dense, dustin(models), PROMPTS["a"], env=env)
+    assert result["exact"] == len(PROMPTS["a"]) == result["cached"] + 1
 
 
 def with_fallback(arguments: dict[str, Any], prompts: dict[str, list[int]], new_tokens: int) -> dict[str, Any]:
