@@ -138,7 +138,7 @@ class Monitor:
     ) -> None:
         self._interval, self._fallback, self._selector, self._g = interval, fallback, selector, num_draft_tokens
         self._target, self._pool = target_worker, req_to_token_pool
-        _, self._ranks, self._reduce = compat.tensor_parallel(target_worker.model_runner)
+        self._rank, self._ranks, self._reduce = compat.tensor_parallel(target_worker.model_runner)
         self._sparse_steps = 0
         self._pending: _Pending | None = None
         self._rows: torch.Tensor | None = None
@@ -220,13 +220,14 @@ class Monitor:
             return
         state.dense = True
         metrics.get().fell_back()
-        logger.warning(
-            "dustin: request %s is verified densely from now on: its recent agreement is %.2f, below "
-            "--dustin-dense-fallback %g",
-            req.rid,
-            share,
-            self._fallback,
-        )
+        if self._rank == 0:
+            logger.warning(
+                "dustin: request %s is verified densely from now on: its recent agreement is %.2f, below "
+                "--dustin-dense-fallback %g",
+                req.rid,
+                share,
+                self._fallback,
+            )
 
 
 def _to_host(values: torch.Tensor) -> tuple[torch.Tensor, Any]:
