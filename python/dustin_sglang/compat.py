@@ -107,17 +107,24 @@ def has_recurrent_layers(model_config: Any) -> bool:
     return mambaish_config(model_config) is not None
 
 
-def remember_accept_index() -> None:
-    """Let a verification tell which tree rows were accepted.
+def hook_sampling() -> None:
+    """Let a verification tell its logits before it samples, and which rows were accepted.
 
-    0.5.17 computes `accept_index` inside `run_eagle_verify` and drops it (0.5.23 returns it). SGLang's own hook keeps
-    it on the verify input, where the worker finds it after the step. Chains do not need it.
+    0.5.17 computes `accept_index` inside `run_eagle_verify` and drops it (0.5.23 returns it), and `eagle_sample` adds
+    penalties to the logits in place. SGLang's own hook keeps the rows on the verify input, where the worker finds them
+    after the step, and calls the input's `dustin_observe_logits`, if it has one, ahead. Chains that nobody monitors
+    need neither. Calling this again changes nothing.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.speculative.eagle_worker_common.eagle_sample", _keep_accept_index, HookType.AFTER)
+    HookRegistry.register("sglang.srt.speculative.eagle_worker_common.eagle_sample", _around_sample, HookType.AROUND)
     HookRegistry.apply_hooks()
 
 
-def _keep_accept_index(result: Any, verify_input: Any, *args: Any, **kwargs: Any) -> None:
+def _around_sample(original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *args: Any) -> Any:
+    observe = getattr(verify_input, "dustin_observe_logits", None)
+    if observe is not None:
+        observe(logits_output.next_token_logits)
+    result = original(verify_input, batch, logits_output, *args)
     verify_input.dustin_accept_index = result[2]
+    return result

@@ -17,6 +17,9 @@ from dustin_sglang.selection.policy import POLICIES
 RADIX_MODES = ("exact", "shared")
 ATTENTIONS = ("auto", "dustin", "flashinfer")
 SPARSE_DRAFT_MODES = ("off", "all", "unscored")
+# Most tokens of one rectifying pass: it must not hold other requests up for longer than a verification.
+MAX_RECTIFY_INTERVAL = 512
+_RECTIFY_RANGE = f"an integer from 0 (off) to {MAX_RECTIFY_INTERVAL}"
 
 
 class ConfigError(ValueError):
@@ -47,6 +50,12 @@ class DustinConfig:
     attention
         What verifies on a GPU: this project's kernel (``"dustin"``), ``"flashinfer"``, or ``"auto"``: the kernel where
         it can.
+    rectify_interval
+        N: every N committed tokens a dense pass rewrites their approximate KV; 0 never does.
+    monitor_interval
+        N: every N sparse verifications one is also run densely and the two compared; 0 never does.
+    dense_fallback
+        A request whose recent agreement falls below this is verified densely from then on; 0 never is.
 
     Raises
     ------
@@ -63,6 +72,9 @@ class DustinConfig:
     radix: str = "exact"
     sparse_draft: str = "off"
     attention: str = "auto"
+    rectify_interval: int = 0
+    monitor_interval: int = 0
+    dense_fallback: float = 0.0
 
     def __post_init__(self) -> None:
         _check("budget", self.budget, self.budget >= 1, "an integer of at least 1")
@@ -75,6 +87,15 @@ class DustinConfig:
         modes = SPARSE_DRAFT_MODES
         _check("sparse_draft", self.sparse_draft, self.sparse_draft in modes, "one of " + ", ".join(modes))
         _check("attention", self.attention, self.attention in ATTENTIONS, "one of " + ", ".join(ATTENTIONS))
+        interval = self.rectify_interval
+        _check("rectify_interval", interval, 0 <= interval <= MAX_RECTIFY_INTERVAL, _RECTIFY_RANGE)
+        _check("monitor_interval", self.monitor_interval, self.monitor_interval >= 0, "an integer of at least 0 (off)")
+        _check("dense_fallback", self.dense_fallback, 0.0 <= self.dense_fallback <= 1.0, "a number from 0 (off) to 1")
+        if self.dense_fallback and not self.monitor_interval:
+            raise ConfigError(
+                f"--dustin-dense-fallback {self.dense_fallback} compares sparse with dense verifications, but "
+                "--dustin-monitor-interval is 0, so that none runs densely; give an interval of at least 1"
+            )
         if self.sinks + self.window > self.budget:
             raise ConfigError(
                 f"--dustin-sinks {self.sinks} and --dustin-window {self.window} do not fit in --dustin-budget "
@@ -114,6 +135,9 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "sinks": (int, "an integer of at least 0"),
     "window": (int, "an integer of at least 0"),
     "lookahead_share": (float, "a number from 0 to 1"),
+    "rectify_interval": (int, _RECTIFY_RANGE),
+    "monitor_interval": (int, "an integer of at least 0 (off)"),
+    "dense_fallback": (float, "a number from 0 (off) to 1"),
 }
 _HELP = {
     "budget": "Positions of a request's context that verification may read (k).",
@@ -126,6 +150,10 @@ _HELP = {
     "sparse_draft": "Draft layers that read the last list and the tokens since only: 'off', 'all', or 'unscored', all "
     "but the profile's.",
     "attention": "What verifies on a GPU: 'dustin' (this project's kernel), 'flashinfer', or 'auto': ours if it can.",
+    "rectify_interval": "Committed tokens after which a dense pass rewrites their approximate KV; 0: never.",
+    "monitor_interval": "Sparse verifications from one that is also run densely to the next; 0: none.",
+    "dense_fallback": "Recent agreement below which a request is verified densely from then on; 0: never. Needs "
+    "--dustin-monitor-interval.",
 }
 
 

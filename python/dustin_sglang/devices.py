@@ -33,7 +33,7 @@ def create_target_backend(model_runner: Any) -> Any:
     dense = POLICIES[config.policy].dense
     return _verify_backend_class(config, model_runner, dense)(
         model_runner,
-        list_width=context if dense else min(config.budget, context),
+        list_width=context if dense or config.dense_fallback else min(config.budget, context),
         topk=args.speculative_eagle_topk,
         num_draft_tokens=args.speculative_num_draft_tokens,
         init_new_workspace=model_runner.init_new_workspace,

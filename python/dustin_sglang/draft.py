@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 
@@ -46,6 +47,25 @@ class TappedDraft:
         for step, backend in enumerate(self.draft_attn_backend.attn_backends):
             backend.store, backend.step = store, step
             backend.sparse = sparse
+
+    def rewrite(self: Any, chunk: Any, hidden_states: torch.Tensor | None, next_tokens: torch.Tensor) -> None:
+        """Write the draft's KV of a prefill batch again, as SGLang's draft prefill does; what it would draft is lost.
+
+        Parameters
+        ----------
+        chunk
+            The batch that the target has just run.
+        hidden_states
+            The target's, ``[tokens, width]``; None for a whole-model draft.
+        next_tokens
+            int64 ``[requests]``, the token after each request's last.
+        """
+        with (
+            self.draft_tp_context(self.draft_runner.tp_group),
+            speculative_moe_backend_context(),
+            speculative_moe_a2a_backend_context(),
+        ):
+            self._draft_extend_for_prefill(chunk, hidden_states, next_tokens)
 
     def _draft_extend_for_decode(self: Any, batch: Any, batch_result: Any) -> None:
         super()._draft_extend_for_decode(batch, batch_result)  # type: ignore[misc]

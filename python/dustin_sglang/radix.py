@@ -1,9 +1,9 @@
 """The radix cache of the algorithm: KV that sparse verification computed is never shared by default.
 
 A request's KV is exact up to `exact_len`: prefill writes exact KV, and so does a verification that reads the whole
-context. The first sparse step ends it. Only KV up to there may enter the tree, and what lies beyond is freed when the
-request ends. `exact_len` covers the draft's KV too, since the draft's keys choose the target's list: slots below it
-were written by a prefill or by a draft extend over exact hidden states.
+context. The first sparse step ends it, and rectification (`rectify.py`) moves it forward. Only KV up to there may enter
+the tree, and what lies beyond is freed when the request ends. `exact_len` covers the draft's KV too, since the draft's
+keys choose the target's list: slots below it were written by a prefill or by a draft extend over exact hidden states.
 
 Keys are bigrams for every kind of draft. The draft's KV at slot j holds token j + 1, so a tree keyed by single tokens
 would, at the end of a match, hand one request a draft key of another request's token.
@@ -37,6 +37,11 @@ def end_exact(req: Req, committed_len: int) -> None:
     """A sparse step follows at `committed_len`: what it writes is approximate. Later calls change nothing."""
     if getattr(req, _EXACT_LEN, None) is None:
         setattr(req, _EXACT_LEN, committed_len)
+
+
+def advance_exact(req: Req, length: int) -> None:
+    """The KV of `req` below `length`, the target's and the draft's, has been rewritten densely."""
+    setattr(req, _EXACT_LEN, length)
 
 
 def exact_len(req: Req, committed_len: int) -> int:

@@ -6,6 +6,8 @@ A tapped backend computes exactly what the backend beneath it computes. The copi
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,6 +42,19 @@ class DecodeTap:
         if self.store is not None:
             self.store.write_ahead(self.step, layer.layer_id, _heads(q, layer))
         return super().forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def silenced(*backends: Any) -> Iterator[None]:
+    """Let the tapped `backends` record nothing while forwards run that are not replayed from a CUDA graph."""
+    stores = [backend.store for backend in backends]
+    for backend in backends:
+        backend.store = None
+    try:
+        yield
+    finally:
+        for backend, store in zip(backends, stores, strict=True):
+            backend.store = store
 
 
 def record_extend(store: QueryStore, q: torch.Tensor, layer: Any, forward_batch: Any) -> None:

@@ -81,23 +81,23 @@ class ListedBackend(FlashInferAttnBackend):
         """Write where every request's list starts, int32 ``[batch + 1]``, and its slots; both on the device."""
         positions = self._selection.positions if self._selection is not None else None
         bs = len(counts)
-        seq_lens = forward_batch.seq_lens[:bs]
+        committed = forward_batch.seq_lens[:bs]
+        seq_lens, whole = committed, []
         if positions is not None:
+            whole = [row for row, n in enumerate(counts) if n > positions.shape[1]]
             if positions.shape[0] < bs:  # padded rows list position 0
                 positions = torch.nn.functional.pad(positions, (0, 0, 0, bs - positions.shape[0]))
-            seq_lens = seq_lens.clamp(max=positions.shape[1])
+            seq_lens = committed.clamp(max=positions.shape[1])
+            for row in whole:
+                seq_lens[row : row + 1].copy_(committed[row : row + 1])
         kv_indptr[:1].zero_()
         torch.cumsum(seq_lens + self._g, dim=0, dtype=torch.int32, out=kv_indptr[1:])
-        write_slots(
-            positions,
-            forward_batch.seq_lens[:bs],
-            forward_batch.req_pool_indices[:bs],
-            self._req_to_token,
-            kv_indptr,
-            self._g,
-            kv_indices,
-            max_len=max(counts),
-        )
+        slots = forward_batch.req_pool_indices[:bs]
+        table, g = self._req_to_token, self._g
+        write_slots(positions, committed, slots, table, kv_indptr, g, kv_indices, max_len=max(counts))
+        for row in whole:  # over the list that stands there
+            one, span = slice(row, row + 1), kv_indptr[row : row + 2]
+            write_slots(None, committed[one], slots[one], table, span, g, kv_indices, max_len=counts[row])
 
     def _tree(self, forward_batch: Any, bs: int) -> torch.Tensor:
         """Mask among the draft tokens, bool ``[bs * g * g]``."""

@@ -37,7 +37,8 @@ class Wiring:
                 f"{budget.total} positions ({budget.protected} protected, {budget.lookahead} lookahead, "
                 f"{budget.history} history)"
             )
-            exact = f"contexts of up to {budget.total} tokens, prompts; radix {config.radix}"
+            rest = f"the rest every {config.rectify_interval} tokens; " if config.rectify_interval else ""
+            exact = f"contexts of up to {budget.total} tokens, prompts; {rest}radix {config.radix}"
         lookahead, history = self.profile.lookahead, self.profile.history
         return (
             f"dustin: policy {policy.name}, verification reads {reads}; profile {self.profile.name} (draft layers "

@@ -20,7 +20,9 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 from dustin_sglang import compat, metrics
 from dustin_sglang.config import DustinConfig
 from dustin_sglang.draft import DustinEagleDraftWorker, DustinStandaloneDraftWorker
-from dustin_sglang.radix import end_exact, set_exact
+from dustin_sglang.monitor import Monitor
+from dustin_sglang.radix import end_exact, exact_len, set_exact
+from dustin_sglang.rectify import Rectifier
 from dustin_sglang.selection.selector import Selection
 from dustin_sglang.selection.signals import Context
 from dustin_sglang.wiring import Wiring, wire
@@ -32,14 +34,27 @@ class SparseVerification:
     """Mixin over an SGLang speculative worker: the five steps of the method."""
 
     _wiring: Wiring
+    _rectifier: Rectifier | None = None
+    _monitor: Monitor | None = None
 
     def init_attention_backends(self: Any) -> None:
         """Create SGLang's backends, then wire taps, signals and selection together, before graphs are captured."""
         super().init_attention_backends()  # type: ignore[misc]
         config = DustinConfig.from_env()
         self._wiring = wire(config, self._target_worker.model_runner, self._draft_worker)
+        if config.rectify_interval:
+            self._rectifier = Rectifier(config.rectify_interval, self._target_worker, self._draft_worker)
         if self.topk > 1:
-            compat.remember_accept_index()
+            compat.hook_sampling()
+        if config.monitor_interval:
+            self._monitor = Monitor(
+                config.monitor_interval,
+                config.dense_fallback,
+                self._wiring.selector,
+                self._target_worker,
+                self.req_to_token_pool,
+                self.speculative_num_draft_tokens,
+            )
         if self._target_worker.model_runner.ps.tp_rank == 0:
             logger.info("%s", self._wiring.describe(config))
             if self.server_args.enable_metrics:
@@ -51,6 +66,10 @@ class SparseVerification:
         if prefill:
             for req in batch.reqs:
                 set_exact(req)
+            if self._monitor is not None:
+                self._monitor.tell(batch.reqs)
+        elif self._rectifier is not None and not batch.forward_mode.is_idle():
+            self._rectifier.rectify(batch)
         result = super().forward_batch_generation(batch, *args, **kwargs)  # type: ignore[misc]
         if prefill and self._wiring.sparse_draft is not None and not batch.forward_mode.is_idle():
             self._select(batch, drafted=False)
@@ -60,32 +79,44 @@ class SparseVerification:
         """Verify a drafted batch over its selected positions."""
         if batch.forward_mode.is_idle():
             return super().verify(batch, *args, **kwargs)  # type: ignore[misc]
-        verify_input = batch.spec_info
-        selection = self._select(batch, drafted=True)
-        self._account(batch, selection)
+        verify_input, monitor = batch.spec_info, self._monitor
+        monitored = monitor is not None and monitor.begin(batch)
+        selection = self._select(batch, drafted=True, measured=monitored)
+        self._end_exactness(batch, selection)
+        if monitor is not None:
+            selection = monitor.fall_back(batch, selection)
+        self._count(batch, selection)
+        if monitored:
+            monitor.read_densely(batch, verify_input)
         self._wiring.target_backend.attend_to(selection)
         result = super().verify(batch, *args, **kwargs)  # type: ignore[misc]
+        if monitored:
+            monitor.record(batch, selection, verify_input, result.accept_lens)
         self._keep(batch, selection, verify_input, result.accept_lens)
         return result
 
-    def _select(self: Any, batch: Any, *, drafted: bool) -> Selection:
+    def _select(self: Any, batch: Any, *, drafted: bool, measured: bool = False) -> Selection:
         """Select for a batch; where drafting is sparse, the next draft forwards read the same."""
         seq_lens = batch.seq_lens_cpu.tolist()
         context = Context(
             self.req_to_token_pool.req_to_token, batch.req_pool_indices.long(), batch.seq_lens, max(seq_lens)
         )
-        selection = self._wiring.selector.select(context, seq_lens, drafted=drafted)
+        selection = self._wiring.selector.select(context, seq_lens, drafted=drafted, measured=measured)
         if self._wiring.sparse_draft is not None:
             self._wiring.sparse_draft.keep(selection, context.req_pool_indices, context.seq_lens)
         return selection
 
-    def _account(self: Any, batch: Any, selection: Selection) -> None:
-        """Count what a verification reads, and end the exactness of requests that it reads in part."""
-        seq_lens = batch.seq_lens_cpu.tolist()
-        metrics.get().verified(self._wiring.selector.budget, selection, seq_lens)
-        for req, seq_len, sparse in zip(batch.reqs, seq_lens, selection.sparse, strict=True):
+    def _end_exactness(self: Any, batch: Any, selection: Selection) -> None:
+        """End the exactness of requests that are listed in part: if not the target, a sparse draft reads the list."""
+        for req, seq_len, sparse in zip(batch.reqs, batch.seq_lens_cpu.tolist(), selection.sparse, strict=True):
             if sparse:
                 end_exact(req, seq_len)
+
+    def _count(self: Any, batch: Any, selection: Selection) -> None:
+        """Count what a verification reads, and how much of its context is exact."""
+        seq_lens = batch.seq_lens_cpu.tolist()
+        exact = sum(exact_len(req, n) for req, n in zip(batch.reqs, seq_lens, strict=True))
+        metrics.get().verified(self._wiring.selector.budget, selection, seq_lens, exact)
 
     def _keep(self: Any, batch: Any, selection: Selection, verify_input: Any, accept_lens: torch.Tensor) -> None:
         """Keep the target's query of each request's last confirmed token for the next round."""

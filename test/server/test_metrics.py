@@ -20,6 +20,8 @@ def test_counters_of_a_sparse_request(server: Server) -> None:
     assert steps == grown("verify_steps_total") == meta["spec_verify_ct"]
     assert grown("selected_positions_total") == steps * BUDGET
     assert steps * 300 <= grown("context_positions_total") <= steps * 341
+    assert after["dustin:budget_positions"] == BUDGET
+    assert after["dustin:exact_tokens"] == 300 and 30 <= after["dustin:approximate_tokens"] <= 41
     by_source = {s: grown(f"selected_by_source_total[{s}]") for s in ("protected", "lookahead", "history")}
     assert by_source == {"protected": steps * PROTECTED, "lookahead": steps * 22, "history": steps * 22}
     # A run may be accepted past the last token asked for.

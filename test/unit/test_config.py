@@ -8,7 +8,9 @@ from dustin_sglang.config import ConfigError, DustinConfig, add_flags, flags_to_
 
 
 def test_defaults_are_the_documented_ones() -> None:
-    assert DustinConfig.from_env({}) == DustinConfig(512, 4, 64, None, "auto", "hybrid", "exact", "off", "auto")
+    assert DustinConfig.from_env({}) == DustinConfig(
+        512, 4, 64, None, "auto", "hybrid", "exact", "off", "auto", 0, 0, 0.0
+    )
 
 
 def test_variables_set_every_field() -> None:
@@ -22,8 +24,11 @@ def test_variables_set_every_field() -> None:
         "DUSTIN_RADIX": "shared",
         "DUSTIN_SPARSE_DRAFT": "unscored",
         "DUSTIN_ATTENTION": "flashinfer",
+        "DUSTIN_RECTIFY_INTERVAL": "64",
+        "DUSTIN_MONITOR_INTERVAL": "16",
+        "DUSTIN_DENSE_FALLBACK": "0.5",
     }
-    want = DustinConfig(256, 2, 16, 0.75, "pair.json", "history", "shared", "unscored", "flashinfer")
+    want = DustinConfig(256, 2, 16, 0.75, "pair.json", "history", "shared", "unscored", "flashinfer", 64, 16, 0.5)
     assert DustinConfig.from_env(env) == want
 
 
@@ -40,6 +45,8 @@ def test_variables_set_every_field() -> None:
         ("RADIX", "yes", "--dustin-radix", "exact, shared"),
         ("SPARSE_DRAFT", "on", "--dustin-sparse-draft", "off, all, unscored"),
         ("ATTENTION", "fa3", "--dustin-attention", "auto, dustin, flashinfer"),
+        ("RECTIFY_INTERVAL", "-1", "--dustin-rectify-interval", "an integer from 0 (off) to 512"),
+        ("RECTIFY_INTERVAL", "513", "--dustin-rectify-interval", "an integer from 0 (off) to 512"),
     ],
 )
 def test_a_bad_value_names_flag_value_and_range(name: str, value: str, flag: str, allowed: str) -> None:

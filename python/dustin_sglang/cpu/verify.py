@@ -31,4 +31,7 @@ class DustinCpuBackend(ExtendTap, CpuAttnBackend):
         if positions is None:
             return slots
         counts = self._selection.counts
-        return [own[listed[:n].long()] for own, listed, n in zip(slots, positions, counts, strict=True)]
+        return [
+            own if n > positions.shape[1] else own[listed[:n].long()]
+            for own, listed, n in zip(slots, positions, counts, strict=True)
+        ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from dustin_sglang.selection.measures import Measures, measure
 from dustin_sglang.selection.policy import Budget, Policy
 from dustin_sglang.selection.signals import Context, Signal
 
@@ -19,14 +20,24 @@ class Selection:
     positions
         int32 ``[batch, budget]``, ascending, -1 beyond a request's count; None lists every position.
     counts
-        Listed positions a request, known to the host.
+        Listed positions a request, known to the host; more than `positions` is wide where the whole context is read.
     sparse
         Whether each request's list leaves something out.
+    measures
+        What the lists catch of the signals, where that was asked for.
     """
 
     positions: torch.Tensor | None
     counts: list[int]
     sparse: list[bool]
+    measures: Measures | None = None
+
+    def whole(self, rows: list[int], seq_lens: list[int]) -> Selection:
+        """The same, but that the requests `rows` of the batch are read whole; `seq_lens` are its committed lengths."""
+        counts, sparse = list(self.counts), list(self.sparse)
+        for row in rows:
+            counts[row], sparse[row] = seq_lens[row], False
+        return replace(self, counts=counts, sparse=sparse)
 
 
 class Selector:
@@ -48,7 +59,9 @@ class Selector:
         """Whether a context of `seq_len` tokens is listed in part."""
         return not self.policy.dense and seq_len > self.budget.total
 
-    def select(self, context: Context, seq_lens: list[int], *, drafted: bool = True) -> Selection:
+    def select(
+        self, context: Context, seq_lens: list[int], *, drafted: bool = True, measured: bool = False
+    ) -> Selection:
         """Score and choose for a batch.
 
         Parameters
@@ -60,6 +73,8 @@ class Selector:
             nothing is copied back from the device.
         drafted
             Whether the batch has been drafted in this round; a selection before that looks ahead with the kept queries.
+        measured
+            Whether to measure what the lists catch.
         """
         sparse = [self.is_sparse(n) for n in seq_lens]
         if not any(sparse):
@@ -68,4 +83,8 @@ class Selector:
         lookahead = self._lookahead.score(context, drafted=drafted) if policy.uses_lookahead else None
         history = self._history.score(context) if policy.uses_history else None
         positions = policy.select(self.budget, lookahead, history, context.seq_lens, context.max_len)
-        return Selection(positions, [min(n, self.budget.total) for n in seq_lens], sparse)
+        counts = [min(n, self.budget.total) for n in seq_lens]
+        if not measured:
+            return Selection(positions, counts, sparse)
+        measures = measure(self.budget, positions, lookahead, history, context.seq_lens)
+        return Selection(positions, counts, sparse, measures)

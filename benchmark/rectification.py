@@ -1,0 +1,128 @@
+"""What rectification costs and gains, on real models over a real text.
+
+    python3 benchmark/rectification.py --json benchmark/results/rectification.json
+    PYTHONPATH=benchmark python3 -m dustin_sglang.cpu rectification --json ...    # without a GPU
+
+One engine for each --dustin-rectify-interval answers the same questions about the demo's document, greedily. Quality is
+judged by the target itself, read densely by transformers over the prompt and each answer: the share of the answer's
+tokens that it would have chosen there too, and its mean log-probability of them. Cost is the time from the first to the
+last token; the prompt is in the radix cache by then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from sparse_draft_acceptance import QUESTIONS, describe_run
+
+from dustin_sglang.demo.case import load_case
+
+
+def answer(interval: int, prompts: list[list[int]], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Answer every prompt with one engine; a row a prompt."""
+    import sglang as sgl
+
+    os.environ |= {"DUSTIN_RECTIFY_INTERVAL": str(interval), "DUSTIN_BUDGET": str(args.budget)}
+    device: dict[str, Any] = (
+        dict(dtype="bfloat16", mem_fraction_static=0.5, disable_prefill_cuda_graph=True)
+        if torch.cuda.is_available()
+        else dict(dtype="float32", device="cpu", max_total_tokens=2 * max(map(len, prompts)) + 2048)
+    )
+    engine = sgl.Engine(
+        model_path=args.target,
+        speculative_algorithm="dustin",
+        speculative_draft_model_path=args.draft,
+        speculative_num_steps=3,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=4,
+        max_running_requests=1,
+        skip_tokenizer_init=True,
+        grammar_backend="none",
+        log_level="warning",
+        **device,
+    )
+    try:
+        rows = []
+        for question, prompt in zip(QUESTIONS, prompts, strict=False):
+            engine.generate(input_ids=prompt, sampling_params=dict(temperature=0, max_new_tokens=1))
+            start = time.perf_counter()
+            sampling = dict(temperature=0, max_new_tokens=args.new_tokens, ignore_eos=True)
+            output = engine.generate(input_ids=prompt, sampling_params=sampling)
+            seconds = time.perf_counter() - start
+            rows.append(
+                dict(
+                    interval=interval,
+                    question=question,
+                    context_tokens=len(prompt),
+                    answer=output["output_ids"],
+                    seconds=round(seconds, 2),
+                    verifications=output["meta_info"]["spec_verify_ct"],
+                    accept_length=round(output["meta_info"]["spec_accept_length"], 3),
+                )
+            )
+        return rows
+    finally:
+        engine.shutdown()
+
+
+@torch.inference_mode()
+def judge(rows: list[dict[str, Any]], prompts: list[list[int]], tokenizer: Any, args: argparse.Namespace) -> None:
+    """Add what the dense target says about each answer, and replace its ids by text."""
+    from transformers import AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).to(device)
+    prompt_of = dict(zip(QUESTIONS, prompts, strict=False))
+    for row in rows:
+        ids = torch.tensor([prompt_of[row["question"]] + row["answer"]], device=device)
+        count = len(row["answer"])
+        logits = model(ids, logits_to_keep=count + 1).logits[0, :-1].float()
+        chosen = ids[0, -count:]
+        row["agreement"] = round((logits.argmax(-1) == chosen).float().mean().item(), 4)
+        row["logprob"] = round(logits.log_softmax(-1).gather(1, chosen[:, None]).mean().item(), 4)
+        row["answer"] = tokenizer.decode(row["answer"], skip_special_tokens=True)
+        print(json.dumps(row), flush=True)
+
+
+def main() -> None:
+    """Measure every interval and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default=".models/smollm2")
+    parser.add_argument("--draft", default=".models/smollm2-draft26")
+    parser.add_argument("--intervals", nargs="+", type=int, default=[0, 16, 64])
+    parser.add_argument("--prompts", type=int, default=len(QUESTIONS), help="ask only the first questions")
+    parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=192)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    from transformers import AutoTokenizer
+
+    tokenizer, document = AutoTokenizer.from_pretrained(args.target), load_case().document
+    messages = [[{"role": "user", "content": f"{document}\n\n{q}"}] for q in QUESTIONS[: args.prompts]]
+    prompts = [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
+    rows = [row for interval in args.intervals for row in answer(interval, prompts, args)]
+    judge(rows, prompts, tokenizer, args)
+    summary = {interval: summarise([row for row in rows if row["interval"] == interval]) for interval in args.intervals}
+    for interval, means in summary.items():
+        print(f"interval {interval:3}  " + "  ".join(f"{name} {value}" for name, value in means.items()))
+    if args.json:
+        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+        result = dict(run=describe_run(), settings=settings, summary=summary, rows=rows)
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over questions."""
+    names = ("agreement", "logprob", "accept_length", "seconds")
+    return {name: round(sum(row[name] for row in rows) / len(rows), 4) for name in names}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What a list catches of the signals that chose it: computed for monitored verifications only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from dustin_kernels import select_positions
+from dustin_sglang.selection.policy import Budget
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Shares from 0 to 1, float32 ``[batch]``; None where the policy does not use the signals.
+
+    Attributes
+    ----------
+    lookahead, history
+        Share of the signal's softmax mass, over the whole context, that lies on listed positions: of the scoring heads'
+        attention, not of the model's.
+    overlap
+        Share that the two signals' best positions have in common, each choosing lookahead's part of the budget alone.
+    """
+
+    lookahead: torch.Tensor | None
+    history: torch.Tensor | None
+    overlap: torch.Tensor | None
+
+    def present(self) -> dict[str, torch.Tensor]:
+        """Those that there are, by name."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+
+def measure(
+    budget: Budget,
+    positions: torch.Tensor,
+    lookahead: torch.Tensor | None,
+    history: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+) -> Measures:
+    """Measure the lists `positions` int32 ``[batch, k]`` against the scores float32 ``[batch, max_len]``."""
+    return Measures(
+        lookahead=None if lookahead is None else captured_mass(lookahead, positions),
+        history=None if history is None else captured_mass(history, positions),
+        overlap=None if lookahead is None or history is None else overlap(budget, lookahead, history, seq_lens),
+    )
+
+
+def captured_mass(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Share of the scores on listed positions; entries of -1 list nothing."""
+    listed = scores.gather(1, positions.clamp(min=0).long()).masked_fill(positions < 0, 0.0)
+    return listed.sum(1) / scores.sum(1).clamp(min=torch.finfo(scores.dtype).tiny)
+
+
+def overlap(budget: Budget, lookahead: torch.Tensor, history: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+    """Share of the m unprotected positions best by lookahead that are also among the m best by history.
+
+    Meaningless for a context of at most k tokens, and 0 where the budget gives lookahead nothing.
+    """
+    m = budget.lookahead
+
+    def best(by_lookahead: torch.Tensor | None, by_history: torch.Tensor | None) -> torch.Tensor:
+        return select_positions(
+            by_lookahead,
+            by_history,
+            seq_lens,
+            budget=budget.protected + m,
+            sinks=budget.sinks,
+            window=budget.window,
+            num_lookahead=0 if by_lookahead is None else m,
+        )
+
+    end = lookahead.shape[1]  # -1, an empty entry, marks one column behind the context
+    marked = torch.zeros((len(seq_lens), end + 1), dtype=torch.bool, device=seq_lens.device)
+    first, second = (
+        torch.where(listed < 0, end, listed).long() for listed in (best(lookahead, None), best(None, history))
+    )
+    marked.scatter_(1, first, True)
+    return (marked.gather(1, second).sum(1) - budget.protected).float() / max(m, 1)
