@@ -21,8 +21,8 @@ from dustin_sglang import compat, metrics
 from dustin_sglang.config import DustinConfig
 from dustin_sglang.draft import DustinEagleDraftWorker, DustinStandaloneDraftWorker
 from dustin_sglang.radix import end_exact, set_exact
+from dustin_sglang.selection.context import Context
 from dustin_sglang.selection.selector import Selection
-from dustin_sglang.selection.signals import Context
 from dustin_sglang.wiring import Wiring, wire
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class SparseVerification:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             for req in batch.reqs:
                 set_exact(req)
+            self._wiring.selector.policy.prefilled(batch.req_pool_indices.long())
         return super().forward_batch_generation(batch, *args, **kwargs)  # type: ignore[misc]
 
     def verify(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:

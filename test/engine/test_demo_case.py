@@ -20,7 +20,7 @@ BUDGET, NEW_TOKENS = 512, 40
 
 
 def answers(prompt: list[int]) -> dict[str, Any]:
-    from dustin_sglang.selection.policy import POLICIES as policies
+    from dustin_sglang.selection.policies import POLICIES as policies
 
     engine = Engine(
         threads=2,
@@ -33,7 +33,7 @@ def answers(prompt: list[int]) -> dict[str, Any]:
     )
     selector, result = engine.worker._wiring.selector, {}
     for name in POLICIES:
-        selector.policy = policies[name]
+        selector.policy = policies[name]()
         selector.budget = selector.policy.budget(BUDGET, 4, 64, 0.5)
         engine.add(name, prompt, NEW_TOKENS, stop_token_ids=[2])
         engine.run()
