@@ -111,18 +111,16 @@ def auto_profile(draft: ModelShape, target: ModelShape) -> Profile:
     )
 
 
-def find_profile(draft: ModelShape, target: ModelShape, paths: Mapping[str, str], folder: Path = SHIPPED) -> Profile:
+def find_profile(draft: ModelShape, target: ModelShape, paths: Mapping[str, str]) -> Profile:
     """The shipped profile of exactly these checkpoints, or the automatic one.
 
     Parameters
     ----------
     paths
         Folders (or names on a hub) of ``draft`` and ``target``.
-    folder
-        Where profiles are looked for.
     """
     found = {role: fingerprint(path) for role, path in paths.items()}
-    for file in sorted(folder.glob("*.json")) if all(found.values()) else []:
+    for file in sorted(SHIPPED.glob("*.json")) if all(found.values()) else []:
         if json.loads(file.read_text()).get("fingerprints") == found:
             return load_profile(str(file), draft, target)
     return auto_profile(draft, target)
