@@ -59,7 +59,7 @@ def test_the_profile_says_what_it_was_measured_on(folder: Path, made: dict[str, 
     assert made["fingerprints"] == {role: fingerprint(str(folder / role)) for role in ("draft", "target")}
     measured = made["measured"]
     assert measured["objective"] == "kl" and measured["seed"] == 0 and measured["windows"] == 4
-    assert measured["measured_on"] == "--held-out b"
+    assert measured["measured_on"] == "held-out: b"
     assert measured["table"]["oracle (one list)"]["captured_mass"] == 1
     assert set(measured["table"]["hybrid, this profile"]) == {"captured_mass", "agreement", "kl"}
 
@@ -103,7 +103,7 @@ def test_the_other_objectives_make_profiles_too(folder: Path, made: dict[str, An
         (["--rows", "1"], "--rows is 1; it must be at least 2"),
         (["--budget", "12"], "--budget is 12; it must be above --sinks plus --window, 12"),
         (["--budget", "150"], "--context is 160; it must be above 4/3 of --budget"),
-        (["--context", "5000"], "--context is 5000; it must be at most 4032 for these models"),
+        (["--context", "5000"], "--context is 5000; it must be at most 4087 for these models"),
         (["--context", "2500"], "give longer texts or a shorter --context"),
         (["--cost", "0"], "--cost is 0.0; it must be above 0 and at most 1"),
         (["--trials", "0"], "--trials is 0; it must be at least 1"),

@@ -71,68 +71,43 @@ def _run(args: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
     from transformers import logging as transformers_logging
 
-    from dustin_sglang.calibrate.calibration import Calibration, Settings, describe, fingerprint_texts
+    from dustin_sglang.calibrate.calibration import Calibration, Settings
     from dustin_sglang.calibrate.checks import check_files, check_pair, check_settings
+    from dustin_sglang.calibrate.report import draw, render
     from dustin_sglang.calibrate.store import Store
-    from dustin_sglang.calibrate.texts import Texts
+    from dustin_sglang.calibrate.texts import Texts, hash_texts
     from dustin_sglang.calibrate.trace import TracedModel
     from dustin_sglang.fingerprint import fingerprint
     from dustin_sglang.profile import save_profile
 
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
+    judged = "held-out" if args.held_out else "text"
+    files = {"text": args.text, judged: args.held_out or args.text}
     check_settings(settings)
-    check_files([*args.text, *(args.held_out or [])], args.out)
+    check_files([file for chosen in files.values() for file in chosen], args.out)
     transformers_logging.disable_progress_bar()
-    dtype = getattr(torch, args.dtype or ("float32" if args.device == "cpu" else "bfloat16"))
-    target, draft = (TracedModel(path, args.device, dtype) for path in (args.target, args.draft))
+    dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
+    target, draft = (TracedModel(path, args.device, getattr(torch, dtype)) for path in (args.target, args.draft))
     check_pair(target, draft, settings)
+
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     prints = {role: fingerprint(str(path)) or "" for role, path in (("draft", args.draft), ("target", args.target))}
     calibration = Calibration(target, draft, settings)
-    sets = {"--text": args.text} | ({"--held-out": args.held_out} if args.held_out else {})
     data = {}
-    for label, files in sets.items():
-        texts = Texts(files, tokenizer, settings.context, settings.rows, settings.seed)
-        made_with = _made_with(settings, prints, fingerprint_texts(files), str(dtype))
-        folder = None if args.resume is None else args.resume / label.strip("-")
+    for label, chosen in files.items():
+        texts = Texts(chosen, tokenizer, settings.context, settings.rows, settings.seed)
+        made_with = {**prints, **settings.of_measurements, "texts": hash_texts(chosen), "dtype": dtype}
+        folder = None if args.resume is None else args.resume / label
         data[label] = calibration.read(texts, Store(folder, made_with), label)
-    profile = replace(calibration.choose(data["--text"], prints if all(prints.values()) else {}), name=args.out.stem)
-    judged = "--held-out" if args.held_out else "--text"
+
+    profile = calibration.choose(data["text"], prints if all(prints.values()) else {})
     table = calibration.evaluate(profile, data[judged])
-    names = ", ".join(file.stem for file in sets[judged])
-    profile = replace(profile, measured=describe(settings, table, f"{judged} {names}"))
+    measured_on = f"{judged}: {', '.join(file.stem for file in files[judged])}"
+    profile = replace(profile, name=args.out.stem, measured=settings.describe(table, measured_on))
     save_profile(profile, str(args.out))
-    _report(args.out, calibration, profile, data, judged)
-    print(f"\n{settings.windows} windows of {judged}, budget {settings.budget}, {settings.rows} rows\n")
-    print(f"{'list':<32} {'captured mass':>13} {'agreement':>9} {'KL':>8}")
-    for name, row in table.items():
-        print(f"{name:<32} {row.captured_mass:13.3f} {row.agreement:9.3f} {row.kl:8.4f}")
-    print(f"\n{args.out}: --dustin-profile {args.out}")
-
-
-def _report(out, calibration, profile, data, judged) -> None:  # type: ignore[no-untyped-def]
-    from dustin_sglang.calibrate.evaluate import choosers, recall_curve
-    from dustin_sglang.calibrate.report import draw_curves, draw_heads
-    from dustin_sglang.profile import auto_profile
-
-    settings = calibration.settings
-    smallest = settings.sinks + settings.window + 32
-    budgets = [k for k in (128, 256, 512, 1024, 2048, 4096) if smallest <= k < settings.context // 2]
-    budgets = sorted({*budgets, settings.budget})
-    sizes = [replace(settings.size, budget=budget) for budget in budgets]
-    named = choosers(profile, auto_profile(profile.draft, profile.target))
-    windows = data[judged].windows
-    curves = {name: recall_curve(choose, windows, sizes) for name, choose in named.items()}
-    draw_heads(
-        out.with_suffix(".heads.png"), data["--text"].ranks(), {"draft": profile.lookahead, "target": profile.history}
-    )
-    draw_curves(out.with_suffix(".recall.png"), budgets, curves, f"{len(windows)} windows of {judged}")
-
-
-def _made_with(settings, prints, texts: str, dtype: str) -> dict[str, object]:  # type: ignore[no-untyped-def]
-    """What a measured passage depends on."""
-    names = ("context", "rows", "budget", "sinks", "window", "seed")
-    return {**prints, "texts": texts, "dtype": dtype, **{name: getattr(settings, name) for name in names}}
+    draw(args.out, profile, settings, data["text"].ranks(), data[judged].windows, measured_on)
+    print(f"\n{settings.windows} windows of {measured_on}; budget {settings.budget}, {settings.rows} rows")
+    print(f"\n{render(table)}\n\nwritten: {args.out}; use it with --dustin-profile {args.out}")
 
 
 if __name__ == "__main__":

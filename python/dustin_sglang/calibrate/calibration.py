@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,6 +76,16 @@ class Settings:
         """Passages that give the windows."""
         return self.windows // WINDOWS_A_PASSAGE
 
+    @property
+    def of_measurements(self) -> dict[str, object]:
+        """The settings on which a measured passage depends."""
+        return {name: getattr(self, name) for name in ("context", "rows", "budget", "sinks", "window", "seed")}
+
+    def describe(self, table: dict[str, Row], measured_on: str) -> dict[str, Any]:
+        """What goes under ``measured`` in the profile."""
+        rows = {name: {key: round(value, 4) for key, value in asdict(row).items()} for name, row in table.items()}
+        return {**asdict(self), "cost": round(self.cost, 6), "measured_on": measured_on, "table": rows}
+
 
 @dataclass(frozen=True)
 class Data:
@@ -104,11 +111,6 @@ class Data:
             empty = torch.zeros_like(ranks[f"{role} mass"])
             ranks[f"{role} retrieval"] = torch.stack(masses).mean(0) if masses else empty
         return ranks
-
-
-def fingerprint_texts(files: Sequence[Path]) -> str:
-    """Hash of the texts, for `Store`."""
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 class Calibration:
@@ -200,9 +202,3 @@ class Calibration:
 
 def _tick(bar: Any) -> None:
     bar.update()
-
-
-def describe(settings: Settings, table: dict[str, Row], texts: str) -> dict[str, Any]:
-    """What goes under ``measured`` in the profile."""
-    rows = {name: {key: round(value, 4) for key, value in asdict(row).items()} for name, row in table.items()}
-    return {**asdict(settings), "cost": round(settings.cost, 6), "measured_on": texts, "table": rows}

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from dustin_sglang.calibrate.calibration import Settings
-from dustin_sglang.calibrate.texts import WINDOWS_A_PASSAGE
+from dustin_sglang.calibrate.texts import WINDOW_DISTANCE, WINDOWS_A_PASSAGE
 from dustin_sglang.calibrate.trace import CalibrationError, TracedModel
-
-_MARGIN = 64  # tokens of a needle passage beyond its context: the question and the answer's rows
 
 
 def check_settings(settings: Settings) -> None:
@@ -61,7 +59,8 @@ def check_pair(target: TracedModel, draft: TracedModel, settings: Settings) -> N
             f"--draft {draft.path} has {draft.vocab_size} tokens, --target {target.path} {target.vocab_size}: a draft "
             "has the target's vocabulary"
         )
-    most = min(target.max_tokens, draft.max_tokens) - _MARGIN
+    beyond = (WINDOWS_A_PASSAGE - 1) * WINDOW_DISTANCE + settings.rows
+    most = min(target.max_tokens, draft.max_tokens) - beyond
     _require("--context", settings.context, settings.context <= most, f"at most {most} for these models")
 
 

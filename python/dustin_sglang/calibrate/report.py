@@ -1,13 +1,57 @@
-"""Pictures of a calibration: heat maps of the heads and captured mass over the budget, as PNG beside the profile."""
+"""What a calibration shows: a table, heat maps of the heads, and captured mass over the budget."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dustin_sglang.calibrate.evaluate import Row, choosers, recall_curve
+from dustin_sglang.calibrate.windows import Window
+from dustin_sglang.profile import Profile, auto_profile
 from dustin_sglang.selection.heads import Heads
+
+if TYPE_CHECKING:
+    from dustin_sglang.calibrate.calibration import Settings
+
+_BUDGETS = (128, 256, 512, 1024, 2048, 4096)
+
+
+def render(table: Mapping[str, Row]) -> str:
+    """The table as text."""
+    lines = [f"{'list':<32} {'captured mass':>13} {'agreement':>9} {'KL':>8}"]
+    lines += [f"{name:<32} {row.captured_mass:13.3f} {row.agreement:9.3f} {row.kl:8.4f}" for name, row in table.items()]
+    return "\n".join(lines)
+
+
+def draw(
+    out: Path,
+    profile: Profile,
+    settings: Settings,
+    ranks: Mapping[str, torch.Tensor],
+    windows: Sequence[Window],
+    measured_on: str,
+) -> None:
+    """Write both pictures beside the profile `out`.
+
+    Parameters
+    ----------
+    ranks
+        From `calibration.Data.ranks`.
+    windows
+        Those of the curves.
+    """
+    draw_heads(out.with_suffix(".heads.png"), ranks, {"draft": profile.lookahead, "target": profile.history})
+    shortest = min(window.oracle.shape[0] for window in windows)
+    protected = settings.sinks + settings.window
+    budgets = sorted({settings.budget, *(k for k in _BUDGETS if protected < k <= shortest // 2)})
+    sizes = [replace(settings.size, budget=budget) for budget in budgets]
+    named = choosers(profile, auto_profile(profile.draft, profile.target))
+    curves = {name: recall_curve(choose, windows, sizes) for name, choose in named.items()}
+    draw_curves(out.with_suffix(".recall.png"), budgets, curves, f"{len(windows)} windows of {measured_on}")
 
 
 def draw_heads(file: Path, ranks: Mapping[str, torch.Tensor], chosen: Mapping[str, Heads]) -> None:
@@ -44,7 +88,7 @@ def draw_curves(file: Path, budgets: Sequence[int], curves: Mapping[str, Sequenc
     figure.savefig(file, dpi=100)
 
 
-def _figure(count: int, width: float, height: float):  # type: ignore[no-untyped-def]
+def _figure(count: int, width: float, height: float) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,9 @@ from typing import Any
 from dustin_sglang.calibrate.trace import CalibrationError
 
 WINDOWS_A_PASSAGE = 2
+WINDOW_DISTANCE = 4  # of a needle's windows: both lie in the answer
 _CHARACTERS_A_TOKEN = 8  # more than any tokenizer needs on average, so that a passage is long enough
 _FRONT_MATTER = 0.02  # share of a file at its beginning that is skipped: titles, contents, licences
-_WINDOW_DISTANCE = 4  # of a needle's windows: both lie in the answer
 _PLACES = ("lighthouse", "customs house", "quarry", "mill", "abbey", "brewery", "observatory", "smithy", "granary")
 _WORDS = ("lantern", "copper", "willow", "saddle", "harbour", "velvet", "thistle", "marble", "orchard", "gravel")
 
@@ -110,7 +112,7 @@ class Texts:
         start = draw.randint(len(haystack) // 10, len(haystack) * 9 // 10)
         before = haystack[:start] + fact + haystack[start:] + question
         # The first verification starts from the answer's first token, which a prefill gives.
-        lengths = [len(before) + i * _WINDOW_DISTANCE for i in range(WINDOWS_A_PASSAGE)]
+        lengths = [len(before) + i * WINDOW_DISTANCE for i in range(WINDOWS_A_PASSAGE)]
         ids = (before + answer + haystack)[: lengths[-1] + self._rows]
         spoken = len(self._encode(f" {phrase}"))
         return Passage(
@@ -133,3 +135,8 @@ class Texts:
                 f"--context needs {tokens}: give longer texts or a shorter --context"
             )
         return list(ids)
+
+
+def hash_texts(files: Sequence[Path]) -> str:
+    """16 hexadecimal digits that name the contents of some files."""
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
