@@ -94,10 +94,30 @@ def test_a_list_of_everything_verifies_as_the_model_itself(pair: tuple[TracedMod
     target = pair[0]
     prefix = Prefix(target, IDS)
     own = target.read(IDS[: N + ROWS], lambda layer: None, list(range(N, N + ROWS)))
-    torch.testing.assert_close(prefix.verify(N, ROWS, None), own, atol=1e-4, rtol=1e-4)
-    everything = prefix.compare(N, ROWS, torch.arange(N, dtype=torch.int32))
-    assert everything.agreement == 1 and abs(everything.kl) < 1e-5
-    assert prefix.compare(N, ROWS, torch.tensor([0, 1, N - 1])).kl > 0.01
+    everything = torch.arange(N, dtype=torch.int32).unsqueeze(0)
+    torch.testing.assert_close(prefix.verify(N, ROWS, everything)[0], own, atol=1e-4, rtol=1e-4)
+    (outcome,) = prefix.compare(N, ROWS, everything)
+    assert outcome.agreement == 1 and abs(outcome.kl) < 1e-5
+
+
+def test_a_sparse_verification_is_attention_over_the_listed_positions_alone(tmp_path: Path) -> None:
+    """In a model of one layer nothing else can reach the rows, so unlisted tokens may be anything."""
+    model = TracedModel(write_llama(tmp_path / "model", TinyLlama(num_layers=1)), "cpu", torch.float32)
+    listed = torch.tensor([[0, 1, 7, 30, N - 1]])
+    changed = [token if i in listed[0] or i >= N else (token + 1) % 256 for i, token in enumerate(IDS)]
+    verified = [Prefix(model, ids).verify(N, ROWS, listed) for ids in (IDS, changed)]
+    torch.testing.assert_close(*verified)
+    assert Prefix(model, IDS).compare(N, ROWS, listed)[0].kl > 0.01
+
+
+def test_several_lists_at_once_are_as_one_by_one(pair: tuple[TracedModel, TracedModel]) -> None:
+    lists = torch.stack([torch.arange(0, 10), torch.arange(20, 30), torch.arange(40, 50)] * 7)
+    prefix = Prefix(pair[0], IDS)
+    together = prefix.compare(N, ROWS, lists)
+    assert len(together) == 21
+    for one, outcome in zip(lists, together):
+        (alone,) = prefix.compare(N, ROWS, one.unsqueeze(0))
+        assert outcome.kl == pytest.approx(alone.kl, abs=1e-5) and outcome.agreement == alone.agreement
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ class Calibration:
         """The table of the report."""
         named, windows = choosers(profile, auto_profile(self.draft.shape, self.target.shape)), data.windows
         places = self.places(data)
-        with tqdm(total=len(named) * len(windows), desc="simulating") as bar:
+        with tqdm(total=len(windows), desc="simulating") as bar:
             return measure(named, windows, places, self.settings.rows, self.settings.size, lambda: _tick(bar))
 
 

@@ -16,6 +16,8 @@ from dustin_sglang.profile import Profile
 from dustin_sglang.selection.context import Context
 from dustin_sglang.selection.policies import POLICIES
 
+AUTOMATIC = "automatic profile"  # how the rows of that profile end
+
 Chooser = Callable[[Window, ListSize], torch.Tensor]
 
 
@@ -64,7 +66,7 @@ def choosers(profile: Profile, automatic: Profile) -> dict[str, Chooser]:
     named: dict[str, Chooser] = {"oracle (one list)": oracle}
     for name in ("hybrid", "hybrid-sum", "lookahead", "history"):
         named[f"{name}, this profile"] = choose_with(name, profile)
-        named[f"{name}, automatic profile"] = choose_with(name, automatic)
+        named[f"{name}, {AUTOMATIC}"] = choose_with(name, automatic)
     return named | {name: choose_with(name, profile) for name in ("streaming", "random")}
 
 
@@ -77,16 +79,14 @@ def measure(
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Row]:
     """Means of every chooser over the windows, whose texts and committed lengths are `places`."""
-    table = {}
-    for name, choose in named.items():
-        outcomes = []
-        for window, (prefix, n) in zip(windows, places, strict=True):
-            positions = choose(window, size)
-            outcome = prefix.compare(n, rows, positions)
-            outcomes.append((listed_mass(positions, window.oracle, size), outcome.agreement, outcome.kl))
-            progress()
-        table[name] = Row(*(sum(column) / len(column) for column in zip(*outcomes)))
-    return table
+    sums = {name: torch.zeros(3, dtype=torch.float64) for name in named}
+    for window, (prefix, n) in zip(windows, places, strict=True):
+        lists = torch.stack([choose(window, size) for choose in named.values()])
+        for name, positions, outcome in zip(named, lists, prefix.compare(n, rows, lists)):
+            mass = listed_mass(positions, window.oracle, size)
+            sums[name] += torch.tensor([mass, outcome.agreement, outcome.kl])
+        progress()
+    return {name: Row(*(total / len(windows)).tolist()) for name, total in sums.items()}
 
 
 def recall_curve(choose: Chooser, windows: Sequence[Window], sizes: Sequence[ListSize]) -> list[float]:

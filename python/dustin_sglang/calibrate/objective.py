@@ -60,11 +60,13 @@ class Divergence:
         self._places, self._rows, self._size = places, rows, size
 
     def of_scores(self, window: int, scores: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([self.of_list(window, best_positions(one, self._size)) for one in scores])
+        prefix, n = self._places[window]
+        lists = torch.stack([best_positions(one, self._size) for one in scores])
+        return torch.tensor([-outcome.kl for outcome in prefix.compare(n, self._rows, lists)])
 
     def of_list(self, window: int, positions: torch.Tensor) -> float:
         prefix, n = self._places[window]
-        return -prefix.compare(n, self._rows, positions).kl
+        return -prefix.compare(n, self._rows, positions.unsqueeze(0))[0].kl
 
 
 def best_positions(scores: torch.Tensor, size: ListSize) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dustin_sglang.calibrate.evaluate import Row, choosers, recall_curve
+from dustin_sglang.calibrate.evaluate import AUTOMATIC, Row, choosers, recall_curve
 from dustin_sglang.calibrate.windows import Window
 from dustin_sglang.profile import Profile, auto_profile
 from dustin_sglang.selection.heads import Heads
@@ -77,14 +77,16 @@ def draw_heads(file: Path, ranks: Mapping[str, torch.Tensor], chosen: Mapping[st
 
 def draw_curves(file: Path, budgets: Sequence[int], curves: Mapping[str, Sequence[float]], subtitle: str) -> None:
     """Captured mass over the budget, one line a way to choose."""
-    figure, (axis,) = _figure(1, width=7.0, height=4.5)
+    figure, (axis,) = _figure(1, width=9.0, height=4.5)
+    policies = list(dict.fromkeys(name.split(",")[0] for name in curves))
     for name, values in curves.items():
-        axis.plot(budgets, values, marker=".", label=name)
+        style = "--" if name.endswith(AUTOMATIC) else "-"
+        axis.plot(budgets, values, style, color=f"C{policies.index(name.split(',')[0])}", marker=".", label=name)
     axis.set_xscale("log", base=2)
     axis.set_xticks(budgets, [str(budget) for budget in budgets])
     axis.set(xlabel="budget (positions)", ylabel="captured mass (share of the best list's)", ylim=(0, 1.02))
     axis.set_title(subtitle, fontsize=9)
-    axis.legend(fontsize=7)
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(file, dpi=100)
 
 

@@ -104,24 +104,24 @@ class TracedModel:
             visit(layer)
             return _causal(layer)
 
-        return self._forward(ids, 0, attend, rows)
+        return self._forward(ids, list(range(len(ids))), attend, rows)
 
-    def verify(self, ids: list[int], start: int, attend: Attend) -> torch.Tensor:
-        """Run tokens at the positions from `start` on with an attention of the caller's.
+    def verify(self, ids: list[int], positions: list[int], attend: Attend) -> torch.Tensor:
+        """Run tokens at these positions with an attention of the caller's.
 
         Returns
         -------
         torch.Tensor
             float32 ``[len(ids), vocab]``.
         """
-        return self._forward(ids, start, attend, list(range(len(ids))))
+        return self._forward(ids, positions, attend, list(range(len(ids))))
 
     @torch.no_grad()
-    def _forward(self, ids: list[int], start: int, attend: Attend, rows: list[int]) -> torch.Tensor:
+    def _forward(self, ids: list[int], positions: list[int], attend: Attend, rows: list[int]) -> torch.Tensor:
         with _attending(attend):
             logits = self._model(
                 input_ids=torch.tensor([ids], device=self.device),
-                position_ids=torch.arange(start, start + len(ids), device=self.device).unsqueeze(0),
+                position_ids=torch.tensor([positions], device=self.device),
                 use_cache=False,
                 logits_to_keep=torch.tensor(rows, device=self.device),
             ).logits
