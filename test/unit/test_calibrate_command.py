@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import random
@@ -9,10 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import TinyLlama, write_llama
+from transformers import AutoTokenizer
 
 from dustin_sglang import profile
 from dustin_sglang.calibrate.__main__ import main
+from dustin_sglang.calibrate.calibration import Calibration
+from dustin_sglang.calibrate.settings import Settings
+from dustin_sglang.calibrate.store import Measured, Store
+from dustin_sglang.calibrate.texts import Texts
+from dustin_sglang.calibrate.trace import TracedModel
 from dustin_sglang.fingerprint import fingerprint
 from dustin_sglang.profile import ModelShape, auto_profile, find_profile, load_profile
 
@@ -89,11 +97,30 @@ def test_going_on_gives_the_same_profile_without_reading_again(
     assert len(reads) == 1, "three of the four passages were kept"
 
 
-@pytest.mark.parametrize("objective", ["mass", "needle"])
-def test_the_other_objectives_make_profiles_too(folder: Path, made: dict[str, Any], objective: str) -> None:
-    out = f"{objective}.json"
-    assert run(folder, out, "--resume", str(folder / "kept"), "--objective", objective) == 0
-    assert load_profile(str(folder / out), DRAFT, TARGET).measured["objective"] == objective
+def test_captured_mass_makes_a_profile_too(folder: Path, made: dict[str, Any]) -> None:
+    assert run(folder, "mass.json", "--resume", str(folder / "kept"), "--objective", "mass") == 0
+    assert load_profile(str(folder / "mass.json"), DRAFT, TARGET).measured["objective"] == "mass"
+
+
+def test_retrieval_heads_need_a_model_that_answers(
+    folder: Path, made: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(folder, "refused.json", "--resume", str(folder / "kept"), "--objective", "needle") == 1
+    assert "the draft answers none of the 1 questions about a needle" in capsys.readouterr().err
+
+
+def test_retrieval_heads_choose_where_it_does(folder: Path) -> None:
+    settings = Settings(windows=4, context=160, budget=40, window=8, trials=2, cost=0.05, objective="needle")
+    models = [TracedModel(folder / role, "cpu", torch.float32) for role in ("target", "draft")]
+    calibration = Calibration(*models, settings)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    data = calibration.read(Texts([folder / "a.txt"], tokenizer, 160, 5, 0), Store(None, {}), "text")
+    target, draft = torch.zeros(4, 4), torch.zeros(3, 6)
+    target[2, 1], draft[1, 5] = 0.9, 0.8
+    answered = Measured(data.measured[1].windows, {"target": target, "draft": draft})
+    chosen = calibration.choose(dataclasses.replace(data, measured=[data.measured[0], answered]), {})
+    assert chosen.history.layers == (2,)
+    assert chosen.lookahead.by_layer == ((1, (4, 5)),), "a twentieth of 256 elements is one KV head of eight"
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from dustin_sglang.calibrate.calibration import OBJECTIVES, Settings
+    from dustin_sglang.calibrate.settings import OBJECTIVES, Settings
 
     default = Settings()
     description = (__doc__ or "").split("\n")[0]
@@ -71,9 +71,10 @@ def _run(args: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
     from transformers import logging as transformers_logging
 
-    from dustin_sglang.calibrate.calibration import Calibration, Settings
+    from dustin_sglang.calibrate.calibration import Calibration
     from dustin_sglang.calibrate.checks import check_files, check_pair, check_settings
     from dustin_sglang.calibrate.report import draw, render
+    from dustin_sglang.calibrate.settings import Settings
     from dustin_sglang.calibrate.store import Store
     from dustin_sglang.calibrate.texts import Texts, hash_texts
     from dustin_sglang.calibrate.trace import TracedModel

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from dustin_sglang.calibrate.evaluate import Row, choosers, measure
-from dustin_sglang.calibrate.mass import ListSize
 from dustin_sglang.calibrate.objective import Divergence, Mass, Objective
 from dustin_sglang.calibrate.search import (
     Unit,
@@ -20,71 +19,14 @@ from dustin_sglang.calibrate.search import (
     layer_values,
     score,
 )
+from dustin_sglang.calibrate.settings import Settings
 from dustin_sglang.calibrate.simulate import Prefix
 from dustin_sglang.calibrate.store import Measured, Store
-from dustin_sglang.calibrate.texts import WINDOWS_A_PASSAGE, Passage, Texts
-from dustin_sglang.calibrate.trace import TracedModel
+from dustin_sglang.calibrate.texts import Passage, Texts
+from dustin_sglang.calibrate.trace import CalibrationError, TracedModel
 from dustin_sglang.calibrate.windows import Window, collect
 from dustin_sglang.profile import Profile, auto_profile
 from dustin_sglang.selection.heads import Heads
-
-OBJECTIVES = ("kl", "mass", "needle")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the measurements and the choice depend on, beside models and texts.
-
-    Attributes
-    ----------
-    windows
-        Verifications to measure, an even number; half of them answer a question about a needle.
-    context
-        Committed tokens of a window, roughly.
-    rows
-        Rows of a verification: drafted tokens and the one before them.
-    budget, sinks, window
-        As the flags of a launch.
-    cost
-        Bytes of K that lookahead may read, as a share of the target's K and V.
-    objective
-        One of `OBJECTIVES`.
-    trials
-        Splits that optuna tries.
-    seed
-        Of passages, needles and optuna.
-    """
-
-    windows: int = 24
-    context: int = 3000
-    rows: int = 5
-    budget: int = 512
-    sinks: int = 4
-    window: int = 64
-    cost: float = 1 / 16
-    objective: str = "kl"
-    trials: int = 20
-    seed: int = 0
-
-    @property
-    def size(self) -> ListSize:
-        """Size of a list."""
-        return ListSize(self.budget, self.sinks, self.window)
-
-    @property
-    def passages(self) -> int:
-        """Passages that give the windows."""
-        return self.windows // WINDOWS_A_PASSAGE
-
-    @property
-    def of_measurements(self) -> dict[str, object]:
-        """The settings on which a measured passage depends."""
-        return {name: getattr(self, name) for name in ("context", "rows", "budget", "sinks", "window", "seed")}
-
-    def describe(self, table: dict[str, Row], measured_on: str) -> dict[str, Any]:
-        """What goes under ``measured`` in the profile."""
-        rows = {name: {key: round(value, 4) for key, value in asdict(row).items()} for name, row in table.items()}
-        return {**asdict(self), "cost": round(self.cost, 6), "measured_on": measured_on, "table": rows}
 
 
 @dataclass(frozen=True)
@@ -155,9 +97,21 @@ class Calibration:
         return Mass(data.windows, self.settings.size)
 
     def choose(self, data: Data, fingerprints: dict[str, str]) -> Profile:
-        """Choose history, then lookahead, then the split."""
-        windows, settings = data.windows, self.settings
-        objective, ranks = self.objective(data), data.ranks()
+        """Choose history, then lookahead, then the split.
+
+        Raises
+        ------
+        CalibrationError
+            Retrieval heads are asked for, and a model answers no question about a needle.
+        """
+        windows, settings, ranks = data.windows, self.settings, data.ranks()
+        for role in ("draft", "target") if settings.objective == "needle" else ():
+            if not ranks[f"{role} retrieval"].any():
+                raise CalibrationError(
+                    f"--objective needle: the {role} answers none of the {settings.passages // 2} questions about a "
+                    "needle; choose by kl or mass, or give more --windows or a shorter --context"
+                )
+        objective = self.objective(data)
         history = self._history(objective, windows, ranks["target retrieval"])
         lookahead = self._lookahead(objective, windows, ranks["draft retrieval"])
         ahead = [score(w.lookahead, lookahead, self.draft.shape) for w in windows]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dustin_sglang.calibrate.calibration import Settings
+from dustin_sglang.calibrate.settings import Settings
 from dustin_sglang.calibrate.texts import WINDOW_DISTANCE, WINDOWS_A_PASSAGE
 from dustin_sglang.calibrate.trace import CalibrationError, TracedModel
 

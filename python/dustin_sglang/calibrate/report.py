@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dustin_sglang.calibrate.evaluate import AUTOMATIC, Row, choosers, recall_curve
+from dustin_sglang.calibrate.settings import Settings
 from dustin_sglang.calibrate.windows import Window
 from dustin_sglang.profile import Profile, auto_profile
 from dustin_sglang.selection.heads import Heads
-
-if TYPE_CHECKING:
-    from dustin_sglang.calibrate.calibration import Settings
 
 _BUDGETS = (128, 256, 512, 1024, 2048, 4096)
 
