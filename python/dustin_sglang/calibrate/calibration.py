@@ -113,7 +113,7 @@ class Calibration:
                 )
         objective = self.objective(data)
         history = self._history(objective, windows, ranks["target retrieval"])
-        lookahead = self._lookahead(objective, windows, ranks["draft retrieval"])
+        lookahead = self._lookahead(windows, ranks["draft retrieval"])
         ahead = [score(w.lookahead, lookahead, self.draft.shape) for w in windows]
         back = [score(w.history, history, self.target.shape) for w in windows]
         share, value = choose_share(objective, ahead, back, settings.size, settings.trials, settings.seed)
@@ -132,8 +132,11 @@ class Calibration:
         print(f"history: target layer {layer}", flush=True)
         return Heads(((layer, tuple(range(self.target.shape.heads))),))
 
-    def _lookahead(self, objective: Objective, windows: list[Window], retrieval: torch.Tensor) -> Heads:
-        """KV heads of the draft up to the cost; at least one."""
+    def _lookahead(self, windows: list[Window], retrieval: torch.Tensor) -> Heads:
+        """KV heads of the draft up to the cost, at least one; by captured mass unless retrieval heads are asked for.
+
+        A greedy search by KL stops early: the heads that are best by themselves find the same positions.
+        """
         draft, target, settings = self.draft.shape, self.target.shape, self.settings
         budget = settings.cost * 2 * target.layers * target.key_elements
         most = max(1, int(budget // draft.head_dim))
@@ -141,7 +144,9 @@ class Calibration:
         if settings.objective == "needle":
             return heads_of(by_rank(retrieval, draft, candidates, most), draft)
         with tqdm(total=most, desc="lookahead KV heads") as bar:
-            steps = add_greedily(objective, [w.lookahead for w in windows], candidates, most, lambda step: _tick(bar))
+            scores = [window.lookahead for window in windows]
+            mass = Mass(windows, settings.size)
+            steps = add_greedily(mass, scores, candidates, most, lambda step: _tick(bar))
         for step in steps:
             print(f"lookahead + draft layer {step.unit[0]}, KV head {step.unit[1]}: {step.value:.4f}", flush=True)
         return heads_of([step.unit for step in steps], draft)

@@ -13,15 +13,7 @@ from dustin_sglang.calibrate.windows import Window
 
 
 class Objective(Protocol):
-    """Judges lists for a window, which is named by its number.
-
-    Attributes
-    ----------
-    shortlist
-        Candidates that a greedy search tries at each step, the best by themselves; None tries all.
-    """
-
-    shortlist: int | None
+    """Judges lists for a window, which is named by its number."""
 
     def of_scores(self, window: int, scores: torch.Tensor) -> torch.Tensor:
         """Values float32 ``[candidates]`` of the lists of the best positions by `scores` ``[candidates, context]``."""
@@ -32,8 +24,6 @@ class Objective(Protocol):
 
 class Mass:
     """Captured mass: cheap, but it counts diffuse attention of early layers as much as a needle."""
-
-    shortlist: int | None = None
 
     def __init__(self, windows: list[Window], size: ListSize) -> None:
         self._windows, self._size = windows, size
@@ -53,8 +43,6 @@ class Divergence:
     places
         For each window, its text and its committed length.
     """
-
-    shortlist: int | None = 16
 
     def __init__(self, places: list[tuple[Prefix, int]], rows: int, size: ListSize) -> None:
         self._places, self._rows, self._size = places, rows, size

@@ -95,9 +95,6 @@ def add_greedily(
         report(step)
         for part, total in zip(scores, sums):
             total += part[step.unit].float()
-        if len(steps) == 1 and objective.shortlist is not None:
-            order = values.argsort(descending=True).tolist()[: objective.shortlist]
-            left = [left[i] for i in order]
         left.remove(step.unit)
     return steps
 
