@@ -127,7 +127,7 @@ class Calibration:
         if self.settings.objective == "needle":
             layer = int(retrieval.sum(1).argmax())
         else:
-            values = layer_values(objective, [w.history for w in tqdm(windows, desc="history layers")])
+            values = layer_values(objective, tqdm([w.history for w in windows], desc="history layers"))
             layer = int(values.argmax())
         print(f"history: target layer {layer}", flush=True)
         return Heads(((layer, tuple(range(self.target.shape.heads))),))
@@ -135,7 +135,7 @@ class Calibration:
     def _lookahead(self, windows: list[Window], retrieval: torch.Tensor) -> Heads:
         """KV heads of the draft up to the cost, at least one; by captured mass unless retrieval heads are asked for.
 
-        A greedy search by KL stops early: the heads that are best by themselves find the same positions.
+        A greedy search by KL takes far longer and ends no better (docs/architecture.md).
         """
         draft, target, settings = self.draft.shape, self.target.shape, self.settings
         budget = settings.cost * 2 * target.layers * target.key_elements

@@ -6,7 +6,7 @@ bytes (and more heads choose better: selection.md, finding 2). A cost is the key
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,15 +54,15 @@ def score(units: torch.Tensor, heads: Heads, shape: ModelShape) -> torch.Tensor:
     return total
 
 
-def mean_value(objective: Objective, scores: Sequence[torch.Tensor]) -> torch.Tensor:
+def mean_value(objective: Objective, scores: Iterable[torch.Tensor]) -> torch.Tensor:
     """Mean over the windows of the values of candidates, whose scores in each are ``[candidates, context]``."""
     values = [objective.of_scores(window, part.float()) for window, part in enumerate(scores)]
     return torch.stack(values).mean(0)
 
 
-def layer_values(objective: Objective, scores: Sequence[torch.Tensor]) -> torch.Tensor:
+def layer_values(objective: Objective, scores: Iterable[torch.Tensor]) -> torch.Tensor:
     """Values float32 ``[layers]`` of all heads of each layer; `scores` are ``[layers, kv_heads, context]`` a window."""
-    return mean_value(objective, [part.float().sum(1) for part in scores])
+    return mean_value(objective, (part.float().sum(1) for part in scores))
 
 
 def add_greedily(
@@ -130,5 +130,5 @@ def choose_share(
         return sum(objective.of_list(window, one) for window, one in enumerate(lists)) / len(lists)
 
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
-    study.optimize(value, n_trials=trials)
+    study.optimize(value, n_trials=trials, show_progress_bar=True)
     return float(study.best_params["share"]), float(study.best_value)
