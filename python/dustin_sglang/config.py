@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from dustin_sglang.selection.policy import POLICIES
+from dustin_sglang.selection.policies import POLICIES
 
 RADIX_MODES = ("exact", "shared")
 ATTENTIONS = ("auto", "dustin", "flashinfer")
@@ -41,7 +41,7 @@ class DustinConfig:
     profile
         ``"auto"`` or the path of a JSON profile.
     policy
-        Name of a policy of `dustin_sglang.selection.policy`.
+        Name of a policy of `dustin_sglang.selection.policies`.
     radix
         ``"exact"``: KV computed under sparse attention never enters the radix tree. ``"shared"``: it does, tagged.
     sparse_draft

@@ -27,7 +27,7 @@ def create_target_backend(model_runner: Any) -> Any:
         from dustin_sglang.cpu.verify import DustinCpuBackend
 
         return DustinCpuBackend(model_runner)
-    from dustin_sglang.selection.policy import POLICIES
+    from dustin_sglang.selection.policies import POLICIES
 
     config, args, context = DustinConfig.from_env(), model_runner.server_args, model_runner.model_config.context_len
     dense = POLICIES[config.policy].dense

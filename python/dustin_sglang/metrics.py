@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dustin_sglang.selection.policy import Budget
+from dustin_sglang.selection.policies import Budget
 from dustin_sglang.selection.selector import Selection
-
-SOURCES = ("protected", "lookahead", "history")
 
 
 class Metrics:
@@ -83,8 +81,9 @@ class PrometheusMetrics(Metrics):
         self._sparse_steps.inc(len(context))
         self._selected.inc(len(context) * budget.total)
         self._context.inc(sum(context))
-        for source in SOURCES:
-            self._by_source.labels(source).inc(len(context) * getattr(budget, source))
+        by_source = {"protected": budget.protected, "lookahead": budget.lookahead, budget.rest: budget.left}
+        for source, count in by_source.items():
+            self._by_source.labels(source).inc(len(context) * count)
 
     def accepted(self, tokens: int) -> None:
         self._accepted.inc(tokens)

@@ -1,19 +1,26 @@
 """Profiles: which layers and heads of draft and target choose the positions.
 
-A profile is versioned JSON, checked against the shapes of the models before use; nothing is ever unpickled.
+A profile is versioned JSON, checked against the shapes of the models before use; nothing is ever unpickled. Those in
+`profiles/` are shipped, made by `python -m dustin_sglang.calibrate`; ``auto`` takes the one that was measured on the
+launch's two checkpoints.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dustin_sglang.fingerprint import fingerprint
 from dustin_sglang.selection.heads import Heads
 
+logger = logging.getLogger(__name__)
+
 VERSION = 1
+SHIPPED = Path(__file__).parent / "profiles"
 # Without a measured profile: the layers that scoring reads may cost this share of the target's dense KV, but the
 # draft always scores at least the paper's three layers (method-and-limits.md 1.2).
 AUTO_KV_SHARE = 1 / 16
@@ -55,6 +62,10 @@ class Profile:
         m / (k - protected) unless a flag says otherwise.
     name
         What the start-up line calls it.
+    fingerprints
+        `fingerprint.fingerprint` of ``draft`` and ``target``; empty where nobody measured.
+    measured
+        What the calibration found, for readers: objective, budget, captured mass and so on. Nothing depends on it.
     """
 
     draft: ModelShape
@@ -63,7 +74,8 @@ class Profile:
     history: Heads
     lookahead_share: float = 0.5
     name: str = "auto"
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    measured: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for what, heads, shape in (("lookahead", self.lookahead, self.draft), ("history", self.history, self.target)):
@@ -99,13 +111,35 @@ def auto_profile(draft: ModelShape, target: ModelShape) -> Profile:
     )
 
 
+def find_profile(draft: ModelShape, target: ModelShape, paths: Mapping[str, str]) -> Profile:
+    """The shipped profile of exactly these checkpoints, or the automatic one.
+
+    Parameters
+    ----------
+    paths
+        Folders (or names on a hub) of ``draft`` and ``target``.
+    """
+    found = {role: fingerprint(path) for role, path in paths.items()}
+    for file in sorted(SHIPPED.glob("*.json")) if all(found.values()) else []:
+        if json.loads(file.read_text()).get("fingerprints") == found:
+            return load_profile(str(file), draft, target)
+    return auto_profile(draft, target)
+
+
+def check_fingerprints(profile: Profile, paths: Mapping[str, str]) -> None:
+    """Warn where a profile was measured on other checkpoints of the same shapes, such as the base of a fine-tune."""
+    for role, expected in profile.fingerprints.items():
+        if fingerprint(paths[role]) != expected:
+            logger.warning("dustin: profile %s was measured on another %s than %s", profile.name, role, paths[role])
+
+
 def load_profile(path: str, draft: ModelShape, target: ModelShape) -> Profile:
     """Read `path` and check it against the two models.
 
     Raises
     ------
     ProfileError
-        The file is missing, is not a profile of version 1, or was made for other shapes.
+        The file is missing, is not a profile of a version that this release reads, or was made for other shapes.
     """
     try:
         data = json.loads(Path(path).read_text())
@@ -113,8 +147,13 @@ def load_profile(path: str, draft: ModelShape, target: ModelShape) -> Profile:
         raise ProfileError(f"--dustin-profile {path}: {error.strerror}") from error
     except ValueError as error:
         raise ProfileError(f"--dustin-profile {path} is not JSON: {error}") from error
-    if not isinstance(data, dict) or data.get("version") != VERSION:
-        raise ProfileError(f"--dustin-profile {path}: not a profile of version {VERSION}")
+    if not isinstance(data, dict) or "version" not in data:
+        raise ProfileError(f"--dustin-profile {path}: not a profile, it has no version")
+    if data["version"] != VERSION:
+        raise ProfileError(
+            f"--dustin-profile {path} has version {data['version']!r}; this release reads version {VERSION}: make the "
+            "profile again with python -m dustin_sglang.calibrate"
+        )
     try:
         made_for = {role: ModelShape(**data[role]) for role in ("draft", "target")}
         heads = {
@@ -122,6 +161,8 @@ def load_profile(path: str, draft: ModelShape, target: ModelShape) -> Profile:
             for signal in ("lookahead", "history")
         }
         share = float(data.get("lookahead_share", 0.5))
+        prints = {role: str(data["fingerprints"][role]) for role in ("draft", "target") if data.get("fingerprints")}
+        measured = dict(data.get("measured", {}))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProfileError(f"--dustin-profile {path}: malformed: {error!r}") from error
     for role, shape in (("draft", draft), ("target", target)):
@@ -130,18 +171,21 @@ def load_profile(path: str, draft: ModelShape, target: ModelShape) -> Profile:
                 f"--dustin-profile {path} was made for a {role} of {made_for[role]}, but this {role} is {shape}; "
                 "use --dustin-profile auto or a profile of this pair"
             )
-    return Profile(draft, target, heads["lookahead"], heads["history"], share, Path(path).stem)
+    return Profile(draft, target, heads["lookahead"], heads["history"], share, Path(path).stem, prints, measured)
 
 
 def save_profile(profile: Profile, path: str) -> None:
     """Write `profile` as JSON that `load_profile` reads back."""
-    data = {
+    data: dict[str, Any] = {
         "version": VERSION,
         "draft": vars(profile.draft),
         "target": vars(profile.target),
         "lookahead": {str(layer): list(heads) for layer, heads in profile.lookahead.by_layer},
         "history": {str(layer): list(heads) for layer, heads in profile.history.by_layer},
         "lookahead_share": profile.lookahead_share,
-        **profile.extra,
     }
+    if profile.fingerprints:
+        data["fingerprints"] = dict(profile.fingerprints)
+    if profile.measured:
+        data["measured"] = dict(profile.measured)
     Path(path).write_text(json.dumps(data, indent=1) + "\n")

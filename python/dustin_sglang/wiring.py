@@ -7,9 +7,10 @@ from typing import Any
 
 from dustin_sglang import compat, devices
 from dustin_sglang.config import ConfigError, DustinConfig
-from dustin_sglang.profile import ModelShape, Profile, auto_profile, load_profile
+from dustin_sglang.profile import ModelShape, Profile, check_fingerprints, find_profile, load_profile
 from dustin_sglang.selection.heads import Heads
-from dustin_sglang.selection.policy import POLICIES
+from dustin_sglang.selection.page_bounds import PageBounds
+from dustin_sglang.selection.policies import POLICIES
 from dustin_sglang.selection.selector import Selector
 from dustin_sglang.selection.signals import Signal
 from dustin_sglang.selection.state import QueryStore
@@ -35,7 +36,7 @@ class Wiring:
         else:
             reads = (
                 f"{budget.total} positions ({budget.protected} protected, {budget.lookahead} lookahead, "
-                f"{budget.history} history)"
+                f"{budget.left} {budget.rest})"
             )
             rest = f"the rest every {config.rectify_interval} tokens; " if config.rectify_interval else ""
             exact = f"contexts of up to {budget.total} tokens, prompts; {rest}radix {config.radix}"
@@ -84,7 +85,12 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
         if runner.kv_cache_dtype != runner.dtype:
             raise ValueError(f"the {role}'s KV cache is {runner.kv_cache_dtype}, but the model is {runner.dtype}")
     draft, target = model_shape(draft_runner.model_config), model_shape(target_runner.model_config)
-    profile = auto_profile(draft, target) if config.profile == "auto" else load_profile(config.profile, draft, target)
+    paths = {"draft": draft_runner.model_config.model_path, "target": target_runner.model_config.model_path}
+    if config.profile == "auto":
+        profile = find_profile(draft, target, paths)
+    else:
+        profile = load_profile(config.profile, draft, target)
+        check_fingerprints(profile, paths)
     width = draft_worker.speculative_num_draft_tokens
     draft_store = _store(
         draft_runner,
@@ -97,15 +103,16 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
     target_backend = target_runner.attn_backend
     target_backend.store = target_store
 
-    policy = POLICIES[config.policy]
+    policy = POLICIES[config.policy]()
     share = profile.lookahead_share if config.lookahead_share is None else config.lookahead_share
     # A budget beyond the context length is all of it; no list needs to be wider.
     total = min(config.budget, target_runner.model_config.context_len)
     selector = Selector(
         policy,
         policy.budget(total, config.sinks, config.window, share),
-        lookahead=_signal(draft_runner, draft_store, shift=1),
-        history=_signal(target_runner, target_store, shift=0),
+        lookahead=_signal(Signal, draft_runner, draft_store, shift=1),
+        history=_signal(Signal, target_runner, target_store, shift=0),
+        pages=_signal(PageBounds, target_runner, target_store, shift=0),
     )
     sparse_draft = None
     if config.sparse_draft != "off" and not policy.dense:
@@ -133,10 +140,10 @@ def _store(runner: Any, heads: Heads, **kwargs: Any) -> QueryStore:
     )
 
 
-def _signal(runner: Any, store: QueryStore, *, shift: int) -> Signal:
+def _signal(kind: type[Signal], runner: Any, store: QueryStore, *, shift: int) -> Signal:
     _, size, reduce = compat.tensor_parallel(runner)
     model = runner.model_config
-    return Signal(
+    return kind(
         store,
         [runner.token_to_kv_pool.get_key_buffer(layer) for layer in store.heads.layers],
         store.heads.kv_heads(model.num_attention_heads // size, model.get_num_kv_heads(size)),

@@ -23,8 +23,8 @@ from dustin_sglang.draft import DustinEagleDraftWorker, DustinStandaloneDraftWor
 from dustin_sglang.monitor import Monitor
 from dustin_sglang.radix import end_exact, exact_len, set_exact
 from dustin_sglang.rectify import Rectifier
+from dustin_sglang.selection.context import Context
 from dustin_sglang.selection.selector import Selection
-from dustin_sglang.selection.signals import Context
 from dustin_sglang.wiring import Wiring, wire
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ class SparseVerification:
         if prefill:
             for req in batch.reqs:
                 set_exact(req)
+            self._wiring.selector.policy.prefilled(batch.req_pool_indices.long())
             if self._monitor is not None:
                 self._monitor.tell(batch.reqs)
         elif self._rectifier is not None and not batch.forward_mode.is_idle():

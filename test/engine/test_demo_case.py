@@ -13,6 +13,7 @@ from launch import CHAIN
 from scheduler_harness import Engine, in_child
 
 from dustin_sglang.demo.case import load_case
+from dustin_sglang.demo.server import LOOKAHEAD_SHARE
 
 MODELS = Path(__file__).parents[2] / ".models"
 POLICIES = ("hybrid", "dense", "streaming")
@@ -20,7 +21,7 @@ BUDGET, NEW_TOKENS = 512, 40
 
 
 def answers(prompt: list[int]) -> dict[str, Any]:
-    from dustin_sglang.selection.policy import POLICIES as policies
+    from dustin_sglang.selection.policies import POLICIES as policies
 
     engine = Engine(
         threads=2,
@@ -33,8 +34,8 @@ def answers(prompt: list[int]) -> dict[str, Any]:
     )
     selector, result = engine.worker._wiring.selector, {}
     for name in POLICIES:
-        selector.policy = policies[name]
-        selector.budget = selector.policy.budget(BUDGET, 4, 64, 0.5)
+        selector.policy = policies[name]()
+        selector.budget = selector.policy.budget(BUDGET, 4, 64, LOOKAHEAD_SHARE)
         engine.add(name, prompt, NEW_TOKENS, stop_token_ids=[2])
         engine.run()
         result[name] = (engine.output(name), engine.request(name).cached_tokens)

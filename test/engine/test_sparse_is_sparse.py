@@ -9,6 +9,8 @@ import torch
 from launch import TREE, dustin, tokens
 from scheduler_harness import Engine, in_child
 
+from dustin_sglang.selection.policies import POLICIES
+
 PROMPTS = {"a": tokens(150, seed=1), "b": tokens(90, seed=2)}
 NEW_TOKENS = 16
 
@@ -66,7 +68,7 @@ def run(arguments: dict[str, Any], poison: str) -> dict[str, Any]:
     return dict(outputs=outputs, lists=lists, logits=[step.numpy() for step in logits])
 
 
-@pytest.mark.parametrize("policy", ["hybrid", "lookahead", "history", "streaming", "random"])
+@pytest.mark.parametrize("policy", sorted(name for name, policy in POLICIES.items() if not policy.dense))
 @pytest.mark.parametrize("shape", [{}, TREE], ids=["chain", "tree"])
 def test_unlisted_slots_are_never_read(models: dict[str, str], policy: str, shape: dict[str, int]) -> None:
     env = {"DUSTIN_BUDGET": "40", "DUSTIN_WINDOW": "16", "DUSTIN_POLICY": policy}

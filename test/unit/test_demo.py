@@ -161,6 +161,7 @@ def test_counts_are_differences(fake: Path) -> None:
     assert (counts.accept_length, counts.mean_selected, counts.mean_context) == (2.5, 512, 4600)
     assert counts.share("lookahead") == counts.share("history") == 222 / 512
     assert counts.share("protected") == 68 / 512
+    assert counts.sources == ["lookahead", "history", "protected"]
 
 
 def test_counts_of_several_processes_add_up() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from dustin_sglang.monitor import RECENT_TOKENS, Agreement, agreement_of, compare_rows, tell
 from dustin_sglang.selection.measures import captured_mass, measure, overlap
-from dustin_sglang.selection.policy import Budget
+from dustin_sglang.selection.policies import Budget
 
 
 def test_agreement_is_that_of_the_recent_tokens() -> None:

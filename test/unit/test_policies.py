@@ -5,20 +5,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dustin_sglang.selection.policy import POLICIES, Budget
+from dustin_sglang.selection.context import Context
+from dustin_sglang.selection.policies import POLICIES, Budget
 
 # Ten positions, budget 5: position 0 and 9 are protected, three are free.
 LOOKAHEAD = torch.tensor([[9.0, 0, 7, 1, 0, 5, 0, 0, 0, 9]])
 HISTORY = torch.tensor([[9.0, 0, 8, 6, 0, 1, 0, 0, 2, 9]])
-LENGTH = torch.tensor([10])
+
+
+def context(*lengths: int) -> Context:
+    """Requests of these lengths, at the slots 0, 1, and so on."""
+    rows = torch.arange(len(lengths))
+    return Context(torch.zeros(8, 128, dtype=torch.int32), rows, torch.tensor(lengths), max(lengths))
 
 
 def pick(name: str, share: float = 0.5, **changes: int) -> list[int]:
-    policy = POLICIES[name]
+    policy = POLICIES[name]()
     budget = policy.budget(5, changes.get("sinks", 1), changes.get("window", 1), share)
     lookahead = LOOKAHEAD if policy.uses_lookahead else None
     history = HISTORY if policy.uses_history else None
-    return policy.select(budget, lookahead, history, LENGTH, 10)[0].tolist()
+    return policy.select(budget, lookahead, history, context(10))[0].tolist()
 
 
 def test_hybrid_takes_lookahead_first_and_fills_with_history() -> None:
@@ -41,19 +47,77 @@ def test_streaming_reads_sinks_and_the_newest() -> None:
 
 
 def test_ties_go_to_the_lower_position() -> None:
-    policy = POLICIES["lookahead"]
+    policy = POLICIES["lookahead"]()
     equal = torch.ones(1, 10)
-    assert policy.select(policy.budget(5, 1, 1, 0.5), equal, None, LENGTH, 10)[0].tolist() == [0, 1, 2, 3, 9]
+    assert policy.select(policy.budget(5, 1, 1, 0.5), equal, None, context(10))[0].tolist() == [0, 1, 2, 3, 9]
+
+
+def test_the_sum_weighs_both_signals_equally_whatever_their_scale() -> None:
+    # Normalised, lookahead gives 2: 7/31, 5: 5/31, 3: 1/31; history 2: 8/35, 3: 6/35, 8: 2/35, 5: 1/35.
+    assert pick("hybrid-sum") == [0, 2, 3, 5, 9]
+    policy = POLICIES["hybrid-sum"]()
+    budget = policy.budget(5, 1, 1, 0.5)
+    scaled = policy.select(budget, LOOKAHEAD * 1000, HISTORY, context(10))
+    assert scaled[0].tolist() == [0, 2, 3, 5, 9]
+    # Without a lookahead score at all, history decides.
+    assert policy.select(budget, LOOKAHEAD * 0, HISTORY, context(10))[0].tolist() == [0, 2, 3, 8, 9]
+
+
+def test_quest_fills_the_budget_with_whole_pages() -> None:
+    policy = POLICIES["quest"]()
+    pages = torch.tensor([[0.1, 0.7, 0.2]]).repeat_interleave(16, dim=1)
+    chosen = policy.select(policy.budget(24, 1, 1, 0.5), None, pages, context(48))[0].tolist()
+    assert chosen == [0, *range(16, 32), *range(32, 38), 47], "the second page, then the third up to the budget"
+
+
+class TestSnapKV:
+    """Budget 5 of ten positions: 0 and the newest are protected."""
+
+    def setup_method(self) -> None:
+        self.policy = POLICIES["snapkv"]()
+        self.budget = self.policy.budget(5, 1, 1, 0.5)
+
+    def step(self, length: int, history: torch.Tensor | None = None) -> list[int]:
+        scores = torch.zeros(1, length) if history is None else history
+        return self.policy.select(self.budget, None, scores, context(length))[0].tolist()
+
+    def test_the_list_of_the_prompt_stays_whatever_is_scored_later(self) -> None:
+        assert self.step(10, HISTORY) == [0, 2, 3, 8, 9]
+        assert self.step(10, HISTORY.flip(1)) == [0, 2, 3, 8, 9]
+
+    def test_later_tokens_take_the_places_of_the_least_attended(self) -> None:
+        self.step(10, HISTORY)  # 9 was listed for its place in the window and has the best score
+        assert self.step(11) == [0, 2, 3, 9, 10]
+        assert self.step(12) == [0, 2, 9, 10, 11]
+        assert self.step(13) == [0, 9, 10, 11, 12]
+
+    def test_when_later_tokens_exceed_the_budget_the_newest_stay(self) -> None:
+        self.step(10, HISTORY)
+        assert self.step(20) == [0, 16, 17, 18, 19]
+
+    def test_a_prefill_starts_anew(self) -> None:
+        self.step(10, HISTORY)
+        self.policy.prefilled(torch.tensor([0]))
+        assert self.step(10, HISTORY.flip(1)) == [0, 1, 6, 7, 9]
+
+    def test_requests_keep_lists_of_their_own(self) -> None:
+        scores = torch.cat([HISTORY, HISTORY.flip(1)])
+        both = self.policy.select(self.budget, None, scores, context(10, 10)).tolist()
+        assert both == [[0, 2, 3, 8, 9], [0, 1, 6, 7, 9]]
+        assert self.policy.select(self.budget, None, scores * 0, context(10, 10)).tolist() == both
+
+    def test_a_list_is_fixed_only_when_something_is_left_out(self) -> None:
+        assert self.step(5) == [0, 1, 2, 3, 4]
+        assert self.step(10, HISTORY) == [0, 2, 3, 8, 9]
 
 
 def test_random_is_a_function_of_the_context_alone() -> None:
-    policy = POLICIES["random"]
+    policy = POLICIES["random"]()
     budget = policy.budget(20, 2, 4, 0.5)
-    lengths = torch.tensor([300, 1000, 300])
-    lists = policy.select(budget, None, None, lengths, 1000)
+    lists = policy.select(budget, None, None, context(300, 1000, 300))
     assert torch.equal(lists[0], lists[2])
-    assert torch.equal(lists[1], policy.select(budget, None, None, lengths[1:2], 1000)[0])
-    assert not torch.equal(lists[0], policy.select(budget, None, None, lengths[:1] + 1, 301)[0])
+    assert torch.equal(lists[1], policy.select(budget, None, None, context(1000))[0])
+    assert not torch.equal(lists[0], policy.select(budget, None, None, context(301))[0])
     # Spread over the context: not all in one half.
     free = lists[1][2:-4]
     assert (free < 500).any() and (free >= 500).any()
@@ -72,14 +136,17 @@ def test_every_list_is_ascending_unique_and_exactly_the_budget(
 ) -> None:
     sinks = data.draw(st.integers(0, total))
     window = data.draw(st.integers(0, total - sinks))
-    policy = POLICIES[name]
+    policy = POLICIES[name]()
     budget = policy.budget(total, sinks, window, share)
-    assert budget.protected + budget.lookahead + budget.history == total and budget.history >= 0
+    assert budget.protected + budget.lookahead + budget.left == total and budget.left >= 0
     max_len = max(lengths)
-    seq_lens = torch.tensor(lengths)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
-    scores = [torch.rand(len(lengths), max_len, generator=generator) for _ in range(2)]
-    lists = policy.select(budget, *scores, seq_lens, max_len)
+    batch = context(*lengths)
+    inside = torch.arange(max_len) < batch.seq_lens.unsqueeze(1)
+    # The second round finds what a policy keeps between steps.
+    for _ in range(2):
+        scores = [torch.rand(len(lengths), max_len, generator=generator) * inside for _ in range(2)]
+        lists = policy.select(budget, *scores, batch)
     assert lists.shape == (len(lengths), total) and lists.dtype == torch.int32
     for row, n in zip(lists.tolist(), lengths, strict=True):
         count = min(n, total)
@@ -95,11 +162,12 @@ def test_every_list_is_ascending_unique_and_exactly_the_budget(
 
 def test_dense_has_no_list() -> None:
     assert POLICIES["dense"].dense
-    assert POLICIES["dense"].budget(5, 1, 1, 0.5) == Budget(5, 1, 1, 0)
+    assert POLICIES["dense"]().budget(5, 1, 1, 0.5) == Budget(5, 1, 1, 0)
 
 
 def test_the_policies_of_the_flag() -> None:
-    assert set(POLICIES) == {"hybrid", "lookahead", "history", "streaming", "random", "dense"}
+    names = {"hybrid", "hybrid-sum", "lookahead", "history", "quest", "snapkv", "streaming", "random", "dense"}
+    assert set(POLICIES) == names
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

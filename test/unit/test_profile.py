@@ -1,11 +1,22 @@
 """Profiles: the automatic one, the file, and every way in which a file can be wrong."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+from tiny_models import TinyLlama, write_llama
 
-from dustin_sglang.profile import ModelShape, ProfileError, auto_profile, load_profile, save_profile
+from dustin_sglang.fingerprint import fingerprint
+from dustin_sglang.profile import (
+    SHIPPED,
+    ModelShape,
+    ProfileError,
+    auto_profile,
+    check_fingerprints,
+    load_profile,
+    save_profile,
+)
 
 TARGET = ModelShape(layers=80, heads=64, kv_heads=8, head_dim=128)
 DRAFT = ModelShape(layers=24, heads=14, kv_heads=2, head_dim=64)
@@ -49,7 +60,8 @@ def write(path: Path, **changes: object) -> str:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"version": 2}, "version 1"),
+        ({"version": 2}, "has version 2; this release reads version 1"),
+        ({"fingerprints": {"draft": "0"}}, "malformed"),
         ({"lookahead": {"24": [0]}}, "layer 24 is not in 0..23"),
         ({"lookahead": {"3": [14]}}, r"heads \[14\] of layer 3"),
         ({"history": {"3": [1, 1]}}, "distinct"),
@@ -71,3 +83,41 @@ def test_a_missing_file_and_one_that_is_not_json(tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text("not json")
     with pytest.raises(ProfileError, match="is not JSON"):
         load_profile(str(tmp_path / "text.json"), DRAFT, TARGET)
+
+
+def test_a_file_without_a_version_is_no_profile(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ProfileError, match="it has no version"):
+        load_profile(str(tmp_path / "other.json"), DRAFT, TARGET)
+
+
+def test_what_was_measured_is_kept(tmp_path: Path) -> None:
+    prints, measured = {"draft": "0a", "target": "1b"}, {"objective": "kl"}
+    made = dataclasses.replace(auto_profile(DRAFT, TARGET), fingerprints=prints, measured=measured)
+    save_profile(made, str(tmp_path / "pair.json"))
+    loaded = load_profile(str(tmp_path / "pair.json"), DRAFT, TARGET)
+    assert loaded.fingerprints == prints and loaded.measured == measured
+
+
+def test_a_profile_of_other_checkpoints_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = {role: str(write_llama(tmp_path / role, TinyLlama(num_layers=1))) for role in ("draft", "target")}
+    prints = {"draft": fingerprint(paths["draft"]) or "", "target": "of the base model"}
+    made = dataclasses.replace(auto_profile(DRAFT, TARGET), name="base", fingerprints=prints)
+    check_fingerprints(made, paths)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"dustin: profile base was measured on another target than {paths['target']}"
+    ]
+
+
+@pytest.mark.parametrize("file", sorted(SHIPPED.glob("*.json")), ids=lambda file: file.stem)
+def test_a_shipped_profile_is_whole_and_names_its_checkpoints(file: Path) -> None:
+    data = json.loads(file.read_text())
+    loaded = load_profile(str(file), ModelShape(**data["draft"]), ModelShape(**data["target"]))
+    assert all(len(digits) == 16 for digits in loaded.fingerprints.values()) and len(loaded.fingerprints) == 2
+    table = loaded.measured["table"]
+    assert table["hybrid, this profile"]["kl"] < table["hybrid, automatic profile"]["kl"]
+
+
+def test_no_two_shipped_profiles_are_of_one_pair() -> None:
+    pairs = [json.dumps(json.loads(file.read_text())["fingerprints"]) for file in SHIPPED.glob("*.json")]
+    assert pairs and len(set(pairs)) == len(pairs)

@@ -15,7 +15,7 @@ import openai
 
 from dustin_sglang.demo.case import Case, load_case
 from dustin_sglang.demo.client import MAX_TOKENS, Answer, ask, curl_line
-from dustin_sglang.demo.counters import SOURCES, Counts, parse_counters
+from dustin_sglang.demo.counters import Counts, parse_counters
 from dustin_sglang.demo.report import Report, first_divergence, render
 from dustin_sglang.demo.server import Server, ServerError, launch_command
 
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> None:
         accept_length=counts.accept_length,
         policy=args.policy,
         draft_kind=draft_kind(args.draft),
-        **{f"selected_share_{source}": counts.share(source) for source in SOURCES},
+        **{f"selected_share_{source}": counts.share(source) for source in ("lookahead", "history", "protected")},
         answer=sparse.text,
         dense_answer=dense.text,
         expected=case.expected,

@@ -7,7 +7,7 @@ from collections import Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 PREFIX = "dustin:"
-SOURCES = ("lookahead", "history", "protected")
+_SOURCE = "selected_by_source/"
 
 
 def parse_counters(page: str) -> Counter[str]:
@@ -55,8 +55,14 @@ class Counts:
         return _ratio(self._counts["context_positions"], self.sparse_steps)
 
     def share(self, source: str) -> float:
-        """Share of the positions read that were chosen for one of `SOURCES`."""
-        return _ratio(self._counts[f"selected_by_source/{source}"], self._counts["selected_positions"])
+        """Share of the positions read that were chosen by `source`."""
+        return _ratio(self._counts[_SOURCE + source], self._counts["selected_positions"])
+
+    @property
+    def sources(self) -> list[str]:
+        """What chose any positions at all; the protected ones last."""
+        found = {name[len(_SOURCE) :] for name, count in self._counts.items() if name.startswith(_SOURCE) and count}
+        return sorted(found, key=lambda source: (source == "protected", source != "lookahead", source))
 
 
 def _ratio(part: int, whole: int) -> float:

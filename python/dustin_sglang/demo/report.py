@@ -53,10 +53,8 @@ def render(report: Report, sparse: Answer, dense: Answer, counts: Counts, dense_
         read = f"{report.mean_selected:.0f} of {counts.mean_context:.0f} positions ({share:.0%})"
     else:
         read = "all: the context fits in the budget, or the policy is dense"
-    sources = (
-        f"{report.selected_share_lookahead:.0%} lookahead, {report.selected_share_history:.0%} history, "
-        f"{report.selected_share_protected:.0%} first and last"
-    )
+    names = {"protected": "first and last"}
+    sources = ", ".join(f"{counts.share(source):.0%} {names.get(source, source)}" for source in counts.sources)
     rows = [
         ("", report.policy, "dense"),
         ("a verification read", read, "all positions"),

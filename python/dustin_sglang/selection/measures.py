@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from dustin_kernels import select_positions
-from dustin_sglang.selection.policy import Budget
+from dustin_sglang.selection.policies import Budget
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dustin_sglang.selection.context import Context
 from dustin_sglang.selection.measures import Measures, measure
-from dustin_sglang.selection.policy import Budget, Policy
-from dustin_sglang.selection.signals import Context, Signal
+from dustin_sglang.selection.policies import Budget, Policy
+from dustin_sglang.selection.signals import Signal
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,13 @@ class Selector:
         What to choose and how many.
     lookahead, history
         The two signals.
+    pages
+        History by page bounds, for the policies that are `Policy.paged`.
     """
 
-    def __init__(self, policy: Policy, budget: Budget, lookahead: Signal, history: Signal) -> None:
+    def __init__(self, policy: Policy, budget: Budget, lookahead: Signal, history: Signal, pages: Signal) -> None:
         self.policy, self.budget = policy, budget
-        self._lookahead, self._history = lookahead, history
+        self._lookahead, self._history, self._pages = lookahead, history, pages
 
     def is_sparse(self, seq_len: int) -> bool:
         """Whether a context of `seq_len` tokens is listed in part."""
@@ -81,8 +84,9 @@ class Selector:
             return Selection(None, list(seq_lens), sparse)
         policy = self.policy
         lookahead = self._lookahead.score(context, drafted=drafted) if policy.uses_lookahead else None
-        history = self._history.score(context) if policy.uses_history else None
-        positions = policy.select(self.budget, lookahead, history, context.seq_lens, context.max_len)
+        back = self._pages if policy.paged else self._history
+        history = back.score(context) if policy.uses_history else None
+        positions = policy.select(self.budget, lookahead, history, context)
         counts = [min(n, self.budget.total) for n in seq_lens]
         if not measured:
             return Selection(positions, counts, sparse)

@@ -3,34 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from dustin_kernels import score_positions
+from dustin_sglang.selection.context import Context
 from dustin_sglang.selection.state import QueryStore
-
-
-@dataclass(frozen=True)
-class Context:
-    """The committed context of a batch.
-
-    Attributes
-    ----------
-    req_to_token
-        int32 ``[slots, width]``, SGLang's table of KV slots.
-    req_pool_indices
-        int64 ``[batch]``, each request's row in it.
-    seq_lens
-        int64 ``[batch]``, committed lengths.
-    max_len
-        The largest of them, known to the host.
-    """
-
-    req_to_token: torch.Tensor
-    req_pool_indices: torch.Tensor
-    seq_lens: torch.Tensor
-    max_len: int
 
 
 class Signal:

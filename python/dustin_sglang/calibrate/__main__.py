@@ -1,0 +1,115 @@
+"""``python -m dustin_sglang.calibrate``: make a profile for a pair of models.
+
+::
+
+    python -m dustin_sglang.calibrate --target MODEL --draft MODEL --text FILE... --held-out FILE... --out profile.json
+
+reads passages of the texts with both models in transformers, chooses the heads and the split, measures them beside the
+automatic profile on the held-out texts, and writes the profile, two pictures and a table beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+
+from dustin_sglang.calibrate.trace import CalibrationError
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    args = _parser().parse_args(argv)
+    if missing := [name for name in ("matplotlib", "optuna") if importlib.util.find_spec(name) is None]:
+        print(f"calibrate: {' and '.join(missing)} missing: pip install 'dustin-sglang[calibrate]'", file=sys.stderr)
+        return 1
+    try:
+        _run(args)
+    except CalibrationError as error:
+        print(f"calibrate: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    from dustin_sglang.calibrate.settings import OBJECTIVES, Settings
+
+    default = Settings()
+    description = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m dustin_sglang.calibrate", description=description)
+    add = parser.add_argument
+    add("--target", type=Path, required=True, metavar="MODEL", help="folder of the target")
+    add("--draft", type=Path, required=True, metavar="MODEL", help="folder of the draft, a whole model")
+    add("--text", type=Path, nargs="+", required=True, metavar="FILE", help="long texts to choose by, UTF-8")
+    add("--held-out", type=Path, nargs="+", metavar="FILE", help="other texts to measure on; default: none, --text")
+    add("--out", type=Path, required=True, metavar="PROFILE", help="JSON file to write; pictures go beside it")
+    add("--resume", type=Path, metavar="FOLDER", help="keep measured passages here and go on from those that are")
+    add("--objective", choices=OBJECTIVES, default=default.objective, help="what to choose by: KL of a simulated "
+        "sparse verification, captured mass, or retrieval heads (default: %(default)s)")  # fmt: skip
+    add("--windows", type=int, default=default.windows, metavar="N", help="verifications, even (default: %(default)s)")
+    add("--context", type=int, default=default.context, metavar="N", help="committed tokens (default: %(default)s)")
+    add("--rows", type=int, default=default.rows, metavar="N", help="rows of a verification (default: %(default)s)")
+    add("--budget", type=int, default=default.budget, metavar="K", help="positions of a list (default: %(default)s)")
+    add("--sinks", type=int, default=default.sinks, metavar="N", help="first positions (default: %(default)s)")
+    add("--window", type=int, default=default.window, metavar="N", help="last positions (default: %(default)s)")
+    add("--cost", type=float, default=default.cost, metavar="SHARE", help="bytes that lookahead may read, as a share "
+        "of the target's K and V (default: 1/16)")  # fmt: skip
+    add("--trials", type=int, default=default.trials, metavar="N", help="splits to try (default: %(default)s)")
+    add("--seed", type=int, default=default.seed, help="of passages, needles and optuna (default: %(default)s)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    add("--dtype", choices=_DTYPES, default=None, help="default: bfloat16 on a GPU, float32 on a CPU")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> None:
+    from transformers import AutoTokenizer
+    from transformers import logging as transformers_logging
+
+    from dustin_sglang.calibrate.calibration import Calibration
+    from dustin_sglang.calibrate.checks import check_files, check_pair, check_settings
+    from dustin_sglang.calibrate.report import draw, render
+    from dustin_sglang.calibrate.settings import Settings
+    from dustin_sglang.calibrate.store import Store
+    from dustin_sglang.calibrate.texts import Texts, hash_texts
+    from dustin_sglang.calibrate.trace import TracedModel
+    from dustin_sglang.fingerprint import fingerprint
+    from dustin_sglang.profile import save_profile
+
+    settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
+    judged = "held-out" if args.held_out else "text"
+    files = {"text": args.text, judged: args.held_out or args.text}
+    check_settings(settings)
+    check_files([file for chosen in files.values() for file in chosen], args.out)
+    transformers_logging.disable_progress_bar()
+    dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
+    target, draft = (TracedModel(path, args.device, getattr(torch, dtype)) for path in (args.target, args.draft))
+    check_pair(target, draft, settings)
+
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    prints = {role: fingerprint(str(path)) or "" for role, path in (("draft", args.draft), ("target", args.target))}
+    calibration = Calibration(target, draft, settings)
+    data = {}
+    for label, chosen in files.items():
+        texts = Texts(chosen, tokenizer, settings.context, settings.rows, settings.seed)
+        made_with = {**prints, **settings.of_measurements, "texts": hash_texts(chosen), "dtype": dtype}
+        folder = None if args.resume is None else args.resume / label
+        data[label] = calibration.read(texts, Store(folder, made_with), label)
+
+    profile = calibration.choose(data["text"], prints if all(prints.values()) else {})
+    table = calibration.evaluate(profile, data[judged])
+    measured_on = f"{judged}: {', '.join(file.stem for file in files[judged])}"
+    profile = replace(profile, name=args.out.stem, measured=settings.describe(table, measured_on))
+    save_profile(profile, str(args.out))
+    draw(args.out, profile, settings, data["text"].ranks(), data[judged].windows, measured_on)
+    print(f"\n{settings.windows} windows of {measured_on}; budget {settings.budget}, {settings.rows} rows")
+    print(f"\n{render(table)}\n\nwritten: {args.out}; use it with --dustin-profile {args.out}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

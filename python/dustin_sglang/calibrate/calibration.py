@@ -1,0 +1,163 @@
+"""The whole calibration of a pair: read passages, choose heads and split, measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from dustin_sglang.calibrate.evaluate import Row, choosers, measure
+from dustin_sglang.calibrate.objective import Divergence, Mass, Objective
+from dustin_sglang.calibrate.search import (
+    Unit,
+    add_greedily,
+    by_rank,
+    choose_share,
+    heads_of,
+    layer_values,
+    score,
+)
+from dustin_sglang.calibrate.settings import Settings
+from dustin_sglang.calibrate.simulate import Prefix
+from dustin_sglang.calibrate.store import Measured, Store
+from dustin_sglang.calibrate.texts import Passage, Texts
+from dustin_sglang.calibrate.trace import CalibrationError, TracedModel
+from dustin_sglang.calibrate.windows import Window, collect
+from dustin_sglang.profile import Profile, auto_profile
+from dustin_sglang.selection.heads import Heads
+
+
+@dataclass(frozen=True)
+class Data:
+    """Measured passages of one set of texts."""
+
+    passages: list[Passage]
+    measured: list[Measured]
+
+    @property
+    def windows(self) -> list[Window]:
+        """All windows."""
+        return [window for one in self.measured for window in one.windows]
+
+    def ranks(self) -> dict[str, torch.Tensor]:
+        """Mean ranks ``[layers, heads]`` of both models, by title."""
+        windows = self.windows
+        ranks = {
+            "draft mass": torch.stack([w.lookahead_mass for w in windows]).mean(0),
+            "target mass": torch.stack([w.history_mass for w in windows]).mean(0),
+        }
+        for role in ("draft", "target"):
+            masses = [m.retrieval[role] for m in self.measured if m.retrieval and m.retrieval[role].any()]
+            empty = torch.zeros_like(ranks[f"{role} mass"])
+            ranks[f"{role} retrieval"] = torch.stack(masses).mean(0) if masses else empty
+        return ranks
+
+
+class Calibration:
+    """Calibrates one pair.
+
+    Parameters
+    ----------
+    target, draft
+        The models.
+    settings
+        What to do.
+    """
+
+    def __init__(self, target: TracedModel, draft: TracedModel, settings: Settings) -> None:
+        self.target, self.draft, self.settings = target, draft, settings
+
+    def read(self, texts: Texts, store: Store, label: str) -> Data:
+        """Measure the passages that the store does not have."""
+        passages, measured = [], []
+        for number in tqdm(range(self.settings.passages), desc=f"reading {label}"):
+            passage = texts.passage(number)
+            found = store.load(number)
+            if found is None:
+                found = Measured(*collect(self.target, self.draft, passage, self.settings.rows, self.settings.size))
+                store.save(number, found)
+            passages.append(passage)
+            measured.append(found)
+        return Data(passages, measured)
+
+    def places(self, data: Data) -> list[tuple[Prefix, int]]:
+        """Text and committed length of every window; reads the texts once more, since keys and values are not kept."""
+        found = []
+        for passage in tqdm(data.passages, desc="reading for simulation"):
+            prefix = Prefix(self.target, passage.ids)
+            found += [(prefix, n) for n in passage.lengths]
+        return found
+
+    def objective(self, data: Data) -> Objective:
+        """The objective of the settings; needle ranks leave the split to captured mass."""
+        if self.settings.objective == "kl":
+            return Divergence(self.places(data), self.settings.rows, self.settings.size)
+        return Mass(data.windows, self.settings.size)
+
+    def choose(self, data: Data, fingerprints: dict[str, str]) -> Profile:
+        """Choose history, then lookahead, then the split.
+
+        Raises
+        ------
+        CalibrationError
+            Retrieval heads are asked for, and a model answers no question about a needle.
+        """
+        windows, settings, ranks = data.windows, self.settings, data.ranks()
+        for role in ("draft", "target") if settings.objective == "needle" else ():
+            if not ranks[f"{role} retrieval"].any():
+                raise CalibrationError(
+                    f"--objective needle: the {role} answers none of the {settings.passages // 2} questions about a "
+                    "needle; choose by kl or mass, or give more --windows or a shorter --context"
+                )
+        objective = self.objective(data)
+        history = self._history(objective, windows, ranks["target retrieval"])
+        lookahead = self._lookahead(windows, ranks["draft retrieval"])
+        ahead = [score(w.lookahead, lookahead, self.draft.shape) for w in windows]
+        back = [score(w.history, history, self.target.shape) for w in windows]
+        share, value = choose_share(objective, ahead, back, settings.size, settings.trials, settings.seed)
+        print(f"lookahead share {share:.2f}: {settings.objective} {value:.4f}", flush=True)
+        return Profile(
+            self.draft.shape, self.target.shape, lookahead, history, round(share, 4), "calibrated", fingerprints
+        )
+
+    def _history(self, objective: Objective, windows: list[Window], retrieval: torch.Tensor) -> Heads:
+        """All heads of the one best target layer."""
+        if self.settings.objective == "needle":
+            layer = int(retrieval.sum(1).argmax())
+        else:
+            values = layer_values(objective, tqdm([w.history for w in windows], desc="history layers"))
+            layer = int(values.argmax())
+        print(f"history: target layer {layer}", flush=True)
+        return Heads(((layer, tuple(range(self.target.shape.heads))),))
+
+    def _lookahead(self, windows: list[Window], retrieval: torch.Tensor) -> Heads:
+        """KV heads of the draft up to the cost, at least one; by captured mass unless retrieval heads are asked for.
+
+        A greedy search by KL takes far longer and ends no better (docs/architecture.md).
+        """
+        draft, target, settings = self.draft.shape, self.target.shape, self.settings
+        budget = settings.cost * 2 * target.layers * target.key_elements
+        most = max(1, int(budget // draft.head_dim))
+        candidates: list[Unit] = [(layer, head) for layer in range(draft.layers) for head in range(draft.kv_heads)]
+        if settings.objective == "needle":
+            return heads_of(by_rank(retrieval, draft, candidates, most), draft)
+        with tqdm(total=most, desc="lookahead KV heads") as bar:
+            scores = [window.lookahead for window in windows]
+            mass = Mass(windows, settings.size)
+            steps = add_greedily(mass, scores, candidates, most, lambda step: _tick(bar))
+        for step in steps:
+            print(f"lookahead + draft layer {step.unit[0]}, KV head {step.unit[1]}: {step.value:.4f}", flush=True)
+        return heads_of([step.unit for step in steps], draft)
+
+    def evaluate(self, profile: Profile, data: Data) -> dict[str, Row]:
+        """The table of the report."""
+        named, windows = choosers(profile, auto_profile(self.draft.shape, self.target.shape)), data.windows
+        places = self.places(data)
+        with tqdm(total=len(windows), desc="simulating") as bar:
+            return measure(named, windows, places, self.settings.rows, self.settings.size, lambda: _tick(bar))
+
+
+def _tick(bar: Any) -> None:
+    bar.update()

@@ -1,0 +1,69 @@
+"""Refuses what cannot be calibrated, before anything is read; each message names flag, value and range."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dustin_sglang.calibrate.settings import Settings
+from dustin_sglang.calibrate.texts import WINDOW_DISTANCE, WINDOWS_A_PASSAGE
+from dustin_sglang.calibrate.trace import CalibrationError, TracedModel
+
+
+def check_settings(settings: Settings) -> None:
+    """Check numbers.
+
+    Raises
+    ------
+    CalibrationError
+        One is out of its range.
+    """
+    each = 2 * WINDOWS_A_PASSAGE
+    good = settings.windows > 0 and settings.windows % each == 0
+    _require("--windows", settings.windows, good, f"a positive multiple of {each}: prose and needles take turns")
+    _require("--rows", settings.rows, settings.rows >= 2, "at least 2")
+    _require("--sinks", settings.sinks, settings.sinks >= 0, "at least 0")
+    _require("--window", settings.window, settings.window >= 0, "at least 0")
+    free = settings.sinks + settings.window
+    _require("--budget", settings.budget, settings.budget > free, f"above --sinks plus --window, {free}")
+    shortest = settings.context - settings.context // 4
+    _require("--context", settings.context, shortest > settings.budget, "above 4/3 of --budget, to leave a choice")
+    _require("--cost", settings.cost, 0 < settings.cost <= 1, "above 0 and at most 1")
+    _require("--trials", settings.trials, settings.trials >= 1, "at least 1")
+
+
+def check_files(texts: list[Path], out: Path) -> None:
+    """Check paths.
+
+    Raises
+    ------
+    CalibrationError
+        A text is missing, or the result has nowhere to go.
+    """
+    for file in texts:
+        if not file.is_file():
+            raise CalibrationError(f"{file} is not a file; --text and --held-out take text files")
+    if not out.parent.is_dir() or out.suffix != ".json":
+        raise CalibrationError(f"--out {out}: give the name of a .json file in a folder that exists")
+
+
+def check_pair(target: TracedModel, draft: TracedModel, settings: Settings) -> None:
+    """Check that the draft speaks the target's vocabulary and that both take the context.
+
+    Raises
+    ------
+    CalibrationError
+        One of it does not hold.
+    """
+    if target.vocab_size != draft.vocab_size:
+        raise CalibrationError(
+            f"--draft {draft.path} has {draft.vocab_size} tokens, --target {target.path} {target.vocab_size}: a draft "
+            "has the target's vocabulary"
+        )
+    beyond = (WINDOWS_A_PASSAGE - 1) * WINDOW_DISTANCE + settings.rows
+    most = min(target.max_tokens, draft.max_tokens) - beyond
+    _require("--context", settings.context, settings.context <= most, f"at most {most} for these models")
+
+
+def _require(flag: str, value: object, good: bool, allowed: str) -> None:
+    if not good:
+        raise CalibrationError(f"{flag} is {value}; it must be {allowed}")

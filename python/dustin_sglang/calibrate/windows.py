@@ -1,0 +1,112 @@
+"""Windows: what one verification attends to, and what every head that could have chosen for it says.
+
+A window stands at a committed length n of a real text. The verified rows are the text's own tokens n .. n + rows - 1
+(teacher forced: as if all drafts were right). As SGLang runs them (0.5.17, `EAGLEWorkerV2`):
+
+- the target verifies tokens n ..; the query that history keeps is that of token n - 1;
+- the draft's slot j holds token j + 1, so it reads the text from its second token on. Its rows are those of the slots
+  n - 1 .. n + rows - 3 (tokens n .. n + rows - 2; no draft row stands for the last one), over the slots 0 .. n - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dustin_sglang.calibrate.mass import ListSize, captured_mass
+from dustin_sglang.calibrate.needles import RetrievalMass
+from dustin_sglang.calibrate.texts import Needle, Passage
+from dustin_sglang.calibrate.trace import Layer, TracedModel, attention_weights
+
+
+@dataclass(frozen=True)
+class Window:
+    """One verification and the scores of all candidates for it.
+
+    Attributes
+    ----------
+    oracle
+        float32 ``[n]``, attention of the target's verified rows, summed over rows, layers and heads.
+    lookahead, history
+        float16 ``[layers, kv_heads, n]``, scores of draft and target, summed over the rows and over the query heads
+        that read a KV head.
+    lookahead_mass, history_mass
+        float32 ``[layers, heads]``, captured mass of each query head by itself.
+    """
+
+    oracle: torch.Tensor
+    lookahead: torch.Tensor
+    history: torch.Tensor
+    lookahead_mass: torch.Tensor
+    history_mass: torch.Tensor
+
+
+class _Scores:
+    """Scores of every head of one model at several committed lengths, filled layer by layer."""
+
+    def __init__(self, model: TracedModel, lengths: list[int]) -> None:
+        shape = model.shape
+        self.kv_heads = shape.kv_heads
+        self.by_length = {
+            n: torch.zeros(shape.layers, shape.heads, n, dtype=torch.float16, device=model.device) for n in lengths
+        }
+
+    def grouped(self, n: int) -> torch.Tensor:
+        """float16 ``[layers, kv_heads, n]``."""
+        return self.by_length[n].float().unflatten(1, (self.kv_heads, -1)).sum(2).half()
+
+
+def collect(
+    target: TracedModel, draft: TracedModel, passage: Passage, rows: int, size: ListSize
+) -> tuple[list[Window], dict[str, torch.Tensor]]:
+    """Read a passage with both models.
+
+    Returns
+    -------
+    tuple
+        A window at each of the passage's lengths; and the retrieval masses float32 ``[layers, heads]`` of ``target``
+        and ``draft`` if the passage has a needle (`needles.RetrievalMass.counted`).
+    """
+    lengths = passage.lengths
+    history, lookahead = _Scores(target, lengths), _Scores(draft, lengths)
+    oracles = {n: torch.zeros(n, device=target.device) for n in lengths}
+
+    def see_target(layer: Layer) -> None:
+        for n in lengths:
+            verified = attention_weights(layer.q[:, n : n + rows], layer.k[:, : n + rows], layer.scale, own_rows=True)
+            oracles[n] += verified[:, :, :n].sum((0, 1))
+            kept = attention_weights(layer.q[:, n - 1 : n], layer.k[:, :n], layer.scale)
+            history.by_length[n][layer.index] = kept[:, 0].half()
+
+    def see_draft(layer: Layer) -> None:
+        for n in lengths:
+            ahead = attention_weights(layer.q[:, n - 1 : n + rows - 2], layer.k[:, :n], layer.scale)
+            # Slot j speaks for position j + 1; the last slot's token is not committed yet.
+            lookahead.by_length[n][layer.index, :, 1:] = ahead.sum(1)[:, :-1].half()
+
+    end, retrieval = max(lengths) + rows, {}
+    for name, model, see, shift in (("target", target, see_target, 0), ("draft", draft, see_draft, 1)):
+        ids = passage.ids[shift:end]
+        if passage.needle is None:
+            model.read(ids, see, [0])
+        else:
+            retrieval[name] = _read_needle(model, ids, see, passage.needle.shifted(-shift))
+    return [_window(oracles[n], lookahead, history, n, size) for n in lengths], retrieval
+
+
+def _read_needle(model: TracedModel, ids: list[int], see: Callable[[Layer], None], needle: Needle) -> torch.Tensor:
+    retrieval = RetrievalMass(model.shape, needle)
+
+    def see_both(layer: Layer) -> None:
+        see(layer)
+        retrieval.see(layer)
+
+    return retrieval.counted(model.read(ids, see_both, retrieval.rows), ids)
+
+
+def _window(oracle: torch.Tensor, lookahead: _Scores, history: _Scores, n: int, size: ListSize) -> Window:
+    masses = [captured_mass(scores.by_length[n].float(), oracle, size) for scores in (lookahead, history)]
+    parts = (oracle, lookahead.grouped(n), history.grouped(n), *masses)
+    return Window(*(part.cpu() for part in parts))

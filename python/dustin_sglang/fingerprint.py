@@ -1,0 +1,93 @@
+"""Which checkpoint is this? A short hash of what a profile depends on, read in milliseconds.
+
+It covers the fields of the config that shape attention and some bytes of a few tensors, spread over the checkpoint by
+name. A fine-tune, a quantised or a converted copy has another fingerprint: its profile has to be asked for by file.
+Copies that differ only in how the weights are split over files have the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+_FIELDS = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+_TENSORS = 8
+_BYTES = 4096
+_INDEX = "model.safetensors.index.json"
+_HEADER_LIMIT = 100_000_000  # bytes; the limit of the safetensors format
+
+
+def fingerprint(model: str) -> str | None:
+    """Fingerprint of the checkpoint in a folder, or of a hub's model that is already in the local cache.
+
+    Returns
+    -------
+    str or None
+        16 hexadecimal digits; None where there are no safetensors weights to read.
+    """
+    folder = _folder(model)
+    if folder is None:
+        return None
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        hashed = hashlib.sha256(json.dumps([config.get(name) for name in _FIELDS]).encode())
+        places = _places(folder)
+        names = sorted(places)
+        for name in names[:: max(1, len(names) // _TENSORS)]:
+            hashed.update(name.encode() + _first_bytes(folder / places[name], name))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # another kind of checkpoint: nothing to recognise it by
+    return hashed.hexdigest()[:16] if names else None
+
+
+def _folder(model: str) -> Path | None:
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        config = try_to_load_from_cache(model, "config.json")
+    except ValueError:  # not a name of a hub either
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _places(folder: Path) -> dict[str, str]:
+    """File of each tensor."""
+    if (folder / _INDEX).is_file():
+        places: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
+        return places
+    return {
+        name: file.name
+        for file in sorted(folder.glob("*.safetensors"))
+        for name in _header(file)[0]
+        if name[:2] != "__"
+    }
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """Header of a safetensors file, and where the tensors start."""
+    with file.open("rb") as data:
+        size = int.from_bytes(data.read(8), "little")
+        if size > _HEADER_LIMIT:
+            raise ValueError(f"{file} is no safetensors file")
+        header: dict[str, Any] = json.loads(data.read(size))
+        return header, 8 + size
+
+
+def _first_bytes(file: Path, name: str) -> bytes:
+    header, start = _header(file)
+    about = header[name]
+    begin, end = about["data_offsets"]
+    with file.open("rb") as data:
+        data.seek(start + begin)
+        return json.dumps([about["dtype"], about["shape"]]).encode() + data.read(min(end - begin, _BYTES))

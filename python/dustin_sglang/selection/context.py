@@ -1,0 +1,29 @@
+"""The batch that a selection is made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Context:
+    """The committed context of a batch.
+
+    Attributes
+    ----------
+    req_to_token
+        int32 ``[slots, width]``, SGLang's table of KV slots.
+    req_pool_indices
+        int64 ``[batch]``, each request's row in it.
+    seq_lens
+        int64 ``[batch]``, committed lengths.
+    max_len
+        The largest of them, known to the host.
+    """
+
+    req_to_token: torch.Tensor
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    max_len: int
