@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 KINDS = {  # first match wins
-    "score": ("_block_statistics_kernel", "_combine_kernel", "_sum_kernel"),
-    "select": ("_select_kernel", "_write_slots_kernel", "_pack_tree_mask_kernel"),
+    "score": ("_statistics_kernel", "_sum_again_kernel", "_sum_stored_kernel"),
+    "select": ("_select_kernel", "_shortlist_kernel", "_write_slots_kernel", "_pack_tree_mask_kernel"),
     "attention": ("BatchPrefill", "BatchDecode", "MergeStates", "PersistentVariableLengthMergeStates", "_attend"),
     "gemm": ("gemm", "cutlass", "nvjet", "cublas"),
 }

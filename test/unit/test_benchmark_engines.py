@@ -140,7 +140,7 @@ class TraceWriter:
         self.graph(("nvjet_extend", 10), ("BatchPrefill", 20))
         self.kernel("assign_draft_cache_locs", 2)
         self.graph(("nvjet_draft", 30), ("BatchDecode", 40))
-        self.kernel("_block_statistics_kernel", 3)
+        self.kernel("_statistics_kernel", 3)
         self.kernel("_select_kernel", 4)
         self.kernel("cumsum", 5)
         self.graph(("nvjet_verify", 100), ("BatchPrefill", 50))

@@ -211,9 +211,9 @@ def launch_command(device: str, model: str, draft: str, budget: int, policy: str
     """
     common = ["--model-path", model, "--speculative-algorithm", "dustin", "--speculative-draft-model-path", draft]
     common += ["--dustin-budget", str(budget), "--dustin-policy", policy]
-    common += ["--enable-metrics", "--mem-fraction-static", "0.6"]
+    common += ["--enable-metrics", "--mem-fraction-static", "0.6", "--max-running-requests", "8"]
     if device != "cpu":
         return [sys.executable, "-m", "sglang.launch_server", *common, "--disable-prefill-cuda-graph"]
     tokens = str(-(-2 * context // 1024) * 1024)
-    options = ["--dtype", "float32", "--max-total-tokens", tokens, "--max-running-requests", "8", "--sleep-on-idle"]
+    options = ["--dtype", "float32", "--max-total-tokens", tokens, "--sleep-on-idle"]
     return [sys.executable, "-m", "dustin_sglang.cpu", "sglang.launch_server", *common, *options]
