@@ -10,7 +10,8 @@ A request has a list before its first draft: its prefill leaves one, chosen by t
 Nothing approximate is written below `exact_len` (`radix.py`). A list leaves something out only if its request was
 longer than the budget at that selection. Right after a prefill, decode steps follow, whose KV the round's draft extend
 replaces, and then a verification, sparse as well, which ends exactness at this same length before the draft extend
-writes there. Later lists come with the verification that has ended exactness already.
+writes there. Later lists come with the verification that has ended exactness already. Rectification moves
+`exact_len` to the committed length at most, and every later round writes there or beyond.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Wiring:
         return (
             f"dustin: policy {policy.name}, verification reads {reads}; profile {self.profile.name} (draft layers "
             f"{_span(lookahead)}, target layer {_span(history)}); draft {self.draft_kind}; drafting reads "
-            f"{self._drafting()}; exact: {exact}"
+            f"{self._drafting()}; exact: {exact}{_monitoring(config)}"
         )
 
     def _drafting(self) -> str:
@@ -52,6 +52,13 @@ class Wiring:
             return "every position"
         dense = self.sparse_draft.dense_layers
         return "the last list and the tokens since" + (" but in the profile's layers" if dense else "")
+
+
+def _monitoring(config: DustinConfig) -> str:
+    if not config.monitor_interval:
+        return ""
+    fallback = f", dense below an agreement of {config.dense_fallback:g}" if config.dense_fallback else ""
+    return f"; monitored: one of {config.monitor_interval} sparse verifications{fallback}"
 
 
 def _span(heads: Heads) -> str:

@@ -24,6 +24,12 @@ def monitored(tiny: dict[str, str]) -> Iterator[Server]:
         yield running
 
 
+def test_the_start_up_line_says_so(monitored: Server) -> None:
+    (line,) = (text for text in monitored.log.read_text().splitlines() if "dustin: policy" in text)
+    assert "the rest every 8 tokens" in line
+    assert line.endswith("; monitored: one of 1 sparse verifications, dense below an agreement of 1")
+
+
 def test_answers_carry_the_agreement_of_each_token(monitored: Server) -> None:
     before = monitored.metrics()
     meta = monitored.generate(words(300, first=3), NEW_TOKENS, ignore_eos=True)["meta_info"]
