@@ -13,7 +13,6 @@ from launch import CHAIN
 from scheduler_harness import Engine, in_child
 
 from dustin_sglang.demo.case import load_case
-from dustin_sglang.demo.server import LOOKAHEAD_SHARE
 
 MODELS = Path(__file__).parents[2] / ".models"
 POLICIES = ("hybrid", "dense", "streaming")
@@ -32,10 +31,11 @@ def answers(prompt: list[int]) -> dict[str, Any]:
         mem_fraction_static=0.4,
         **CHAIN,
     )
-    selector, result = engine.worker._wiring.selector, {}
+    wiring, result = engine.worker._wiring, {}
+    selector, share = wiring.selector, wiring.profile.lookahead_share
     for name in POLICIES:
         selector.policy = policies[name]()
-        selector.budget = selector.policy.budget(BUDGET, 4, 64, LOOKAHEAD_SHARE)
+        selector.budget = selector.policy.budget(BUDGET, 4, 64, share)
         engine.add(name, prompt, NEW_TOKENS, stop_token_ids=[2])
         engine.run()
         result[name] = (engine.output(name), engine.request(name).cached_tokens)

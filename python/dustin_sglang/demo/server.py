@@ -39,8 +39,6 @@ REMEDIES = (
     ),
 )
 TAIL_LINES = 25
-# So that both signals are seen at work: the shipped profile of the demo's pair gives lookahead everything.
-LOOKAHEAD_SHARE = 0.75
 
 
 class ServerError(RuntimeError):
@@ -213,7 +211,6 @@ def launch_command(device: str, model: str, draft: str, budget: int, policy: str
     """
     common = ["--model-path", model, "--speculative-algorithm", "dustin", "--speculative-draft-model-path", draft]
     common += ["--dustin-budget", str(budget), "--dustin-policy", policy]
-    common += ["--dustin-lookahead-share", str(LOOKAHEAD_SHARE)]
     common += ["--enable-metrics", "--mem-fraction-static", "0.6", "--max-running-requests", "8"]
     if device != "cpu":
         return [sys.executable, "-m", "sglang.launch_server", *common, "--disable-prefill-cuda-graph"]
