@@ -56,12 +56,31 @@ def _register() -> None:
         install()
     register_radix_cache_backend(algorithm.RADIX_CACHE, _radix_cache)
     _wrap_attention_backend()
+    _refuse_requests()
     SpeculativeAlgorithm.register(
         algorithm.NAME,
         supports_overlap=True,
         validate_server_args=algorithm.validate_server_args,
         spec_class=algorithm.DustinAlgorithm,
     )(algorithm.create_worker)
+
+
+def _refuse_requests() -> None:
+    """Check each request where SGLang has tokenized it and an error still becomes an HTTP 400."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    tokenized = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
+    HookRegistry.register(tokenized, _refuse_ignored, HookType.AFTER)
+
+
+def _refuse_ignored(request: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from dustin_sglang import algorithm, request_rules
+
+    name = manager.server_args.speculative_algorithm
+    if name is not None and name.upper() == algorithm.NAME:
+        request_rules.refuse_ignored(request, SpeculativeAlgorithm.from_string(name).kind)
 
 
 def _from_cli_args(original: Any, *args: Any) -> Any:

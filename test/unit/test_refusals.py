@@ -51,6 +51,7 @@ REFUSED = [
     ({"enable_two_batch_overlap": True}, "two-batch"),
     ({"enable_single_batch_overlap": True}, "single-batch"),
     ({"enable_pdmux": True}, "PD multiplexing"),
+    ({"smg_grpc_mode": True}, "legacy gRPC server.*use HTTP"),
     ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num above 1.*use 1"),
     ({"enable_hierarchical_cache": True}, "hierarchical or external"),
     ({"enable_lmcache": True}, "hierarchical or external"),
@@ -63,6 +64,7 @@ REFUSED = [
     ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3.*use auto"),
     ({"speculative_adaptive": True}, "adaptive speculation"),
     ({"speculative_use_rejection_sampling": True}, "rejection-sampling"),
+    ({"speculative_accept_threshold_acc": 0.5}, "the CPU would ignore them"),
     ({"enable_multi_layer_eagle": True}, "multi-layer EAGLE"),
     ({"speculative_attention_mode": "decode"}, "attention-mode decode.*use prefill"),
     ({"speculative_draft_window_size": 128}, "draft-window-size"),
@@ -96,6 +98,7 @@ def test_refused_with_what_to_do_instead(models: dict[str, str], changes: dict[s
     "variable, message",
     [
         ("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "PLAN_STREAM is not supported.*unset it"),
+        ("SGLANG_RUST_SERVER", "RUST_SERVER is not supported.*unset it"),
         ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "unset SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"),
         ("SGLANG_ENABLE_UNIFIED_RADIX_TREE", "unset SGLANG_ENABLE_UNIFIED_RADIX_TREE"),
     ],
@@ -125,6 +128,9 @@ def test_refused_where_sglang_itself_refuses_earlier_on_the_cpu() -> None:
     deterministic = SimpleNamespace(
         speculative_adaptive=False,
         speculative_use_rejection_sampling=False,
+        speculative_accept_threshold_single=1.0,
+        speculative_accept_threshold_acc=1.0,
+        device="cuda",
         enable_multi_layer_eagle=False,
         speculative_attention_mode="prefill",
         speculative_draft_window_size=None,

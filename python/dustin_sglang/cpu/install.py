@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from dustin_sglang.cpu.sampling import sample_verified
+
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 BACKEND_NAME = "torch_native"
 _FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+# Where it is defined, not where it is imported: a hook on one name can be applied only once, and `compat` needs the other.
+_SAMPLE = "sglang.srt.speculative.eagle_utils.eagle_sample"
 _installed = False
 
 
@@ -35,6 +39,7 @@ def install() -> None:
     register_attention_backend(BACKEND_NAME)(create_backend)
     HookRegistry.register(f"{_FACTORY}.create_decode_backend", _create_decode_backend, HookType.AROUND)
     HookRegistry.register(f"{_FACTORY}.create_draft_extend_backend", _create_draft_extend_backend, HookType.AROUND)
+    HookRegistry.register(_SAMPLE, sample_verified, HookType.AROUND)
 
 
 def create_backend(model_runner: ModelRunner) -> CpuAttnBackend:
