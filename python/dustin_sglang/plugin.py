@@ -56,7 +56,7 @@ def _register() -> None:
         install()
     register_radix_cache_backend(algorithm.RADIX_CACHE, _radix_cache)
     _wrap_attention_backend()
-    _refuse_requests()
+    _hook_requests()
     SpeculativeAlgorithm.register(
         algorithm.NAME,
         supports_overlap=True,
@@ -65,10 +65,14 @@ def _register() -> None:
     )(algorithm.create_worker)
 
 
-def _refuse_requests() -> None:
-    """Check each request where SGLang has tokenized it and an error still becomes an HTTP 400."""
+def _hook_requests() -> None:
+    """Check each request where SGLang has tokenized it and an error still becomes an HTTP 400; count its penalties."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from dustin_sglang import penalties
+
+    counted = "sglang.srt.managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens"
+    HookRegistry.register(counted, penalties.cumulate_runs, HookType.AROUND)
     tokenized = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
     HookRegistry.register(tokenized, _refuse_ignored, HookType.AFTER)
 

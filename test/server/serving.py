@@ -39,11 +39,19 @@ class Server:
         return samples
 
     def generate(self, prompt: str, new_tokens: int, **sampling: object) -> dict:
-        """Greedy text of SGLang's own ``/generate``."""
-        body = dict(text=prompt, sampling_params=dict(temperature=0, max_new_tokens=new_tokens, **sampling))
-        response = requests.post(f"{self.url}/generate", json=body, timeout=120)
+        """Answer of SGLang's own ``/generate``, greedy unless `sampling` says otherwise."""
+        return self.ask(new_tokens, sampling, text=prompt)
+
+    def ask(self, new_tokens: int, sampling: dict[str, object], **request: object) -> dict:
+        """As `generate`, with the fields of the request."""
+        response = self.post(new_tokens, sampling, **request)
         response.raise_for_status()
         return response.json()
+
+    def post(self, new_tokens: int, sampling: dict[str, object], **request: object) -> requests.Response:
+        """As `ask`, whatever the status."""
+        body = request | {"sampling_params": {"temperature": 0, "max_new_tokens": new_tokens} | sampling}
+        return requests.post(f"{self.url}/generate", json=body, timeout=120)
 
 
 def free_port() -> int:

@@ -50,6 +50,11 @@ def test_equal_logits_leave_the_first_to_a_greedy_request_as_argmax_does() -> No
     assert probs[0].tolist() == [1.0] + [0.0] * 49
 
 
+def test_a_node_without_any_token_still_has_a_distribution() -> None:
+    probs = sampling.target_probs(torch.full((1, 4), -torch.inf), info(temperature=0.5), nodes=1)
+    assert probs.sum() == 1 and (probs >= 0).all()
+
+
 def verify(monkeypatch: pytest.MonkeyPatch, requests: int, drafted: list[int]) -> tuple[torch.Tensor, ...]:
     """Verify the chain `drafted` for `requests` requests whose target gives `LOGITS` everywhere."""
     monkeypatch.setattr("sglang.srt.distributed.get_tp_group", lambda: SimpleNamespace(world_size=1))

@@ -82,7 +82,9 @@ def target_probs(logits: torch.Tensor, sampling_info: Any, nodes: int) -> torch.
         values.view(-1, 1).repeat_interleave(nodes, dim=0)
         for values in (sampling_info.temperatures, sampling_info.top_ks, sampling_info.top_ps)
     )
-    probs, tokens = torch.softmax(logits.float() / temperatures, dim=-1).sort(dim=-1, descending=True, stable=True)
+    # A grammar may leave a node no token, and a draft that it forbids is never reached: any token will do there.
+    finite = torch.nan_to_num(logits.float() / temperatures, nan=torch.finfo(torch.float32).min)
+    probs, tokens = torch.softmax(finite, dim=-1).sort(dim=-1, descending=True, stable=True)
     probs = probs.masked_fill(torch.arange(probs.shape[1]) >= top_ks, 0.0)
     probs = probs / probs.sum(dim=-1, keepdim=True)
     probs = probs.masked_fill(probs.cumsum(dim=-1) - probs > top_ps, 0.0)
