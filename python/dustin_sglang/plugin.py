@@ -66,11 +66,13 @@ def _register() -> None:
 
 
 def _hook_requests() -> None:
-    """Check each request where SGLang has tokenized it and an error still becomes an HTTP 400; count its penalties."""
+    """Check each request where an error still becomes an HTTP 400; count its penalties and find its end in whole runs."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from dustin_sglang import penalties
+    from dustin_sglang import finish, penalties
 
+    finished = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
+    HookRegistry.register(finished, finish.stop_before_length, HookType.AROUND)
     counted = "sglang.srt.managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens"
     HookRegistry.register(counted, penalties.cumulate_runs, HookType.AROUND)
     tokenized = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"

@@ -82,7 +82,6 @@ def test_logit_bias_forces_and_forbids(either: Server) -> None:
 def test_penalties_drive_an_answer_away_from_its_own_tokens(either: Server, penalty: dict) -> None:
     bias = {str(token): 30 for token in range(60, 80)}  # twenty tokens to choose from, so that some come again
     without, penalised = (ids(either.generate(LONG, 20, logit_bias=bias, **options)) for options in ({}, penalty))
-    print("DISTINCT", penalty, len(set(penalised)) , len(set(without)))
     assert len(set(penalised)) > len(set(without))
 
 
