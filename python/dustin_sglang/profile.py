@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dustin_sglang.profile_file import ProfileError, parse_heads, parse_number, read_json
 from dustin_sglang.selection.heads import Heads
 
 VERSION = 1
@@ -18,10 +19,6 @@ VERSION = 1
 # draft always scores at least the paper's three layers (method-and-limits.md 1.2).
 AUTO_KV_SHARE = 1 / 16
 AUTO_MIN_LAYERS = 3
-
-
-class ProfileError(ValueError):
-    """A profile that does not parse or was made for other models."""
 
 
 @dataclass(frozen=True)
@@ -107,22 +104,14 @@ def load_profile(path: str, draft: ModelShape, target: ModelShape) -> Profile:
     ProfileError
         The file is missing, is not a profile of version 1, or was made for other shapes.
     """
-    try:
-        data = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ProfileError(f"--dustin-profile {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ProfileError(f"--dustin-profile {path} is not JSON: {error}") from error
-    if not isinstance(data, dict) or data.get("version") != VERSION:
+    data = read_json(path)
+    if data.get("version") != VERSION:
         raise ProfileError(f"--dustin-profile {path}: not a profile of version {VERSION}")
     try:
         made_for = {role: ModelShape(**data[role]) for role in ("draft", "target")}
-        heads = {
-            signal: Heads(tuple(sorted((int(layer), tuple(map(int, h))) for layer, h in data[signal].items())))
-            for signal in ("lookahead", "history")
-        }
-        share = float(data.get("lookahead_share", 0.5))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        heads = {signal: Heads(parse_heads(data[signal])) for signal in ("lookahead", "history")}
+        share = parse_number(data.get("lookahead_share", 0.5))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ProfileError(f"--dustin-profile {path}: malformed: {error!r}") from error
     for role, shape in (("draft", draft), ("target", target)):
         if made_for[role] != shape:
