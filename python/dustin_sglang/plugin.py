@@ -75,18 +75,34 @@ def _hook_requests() -> None:
     HookRegistry.register(finished, finish.stop_before_length, HookType.AROUND)
     counted = "sglang.srt.managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens"
     HookRegistry.register(counted, penalties.cumulate_runs, HookType.AROUND)
-    tokenized = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
-    HookRegistry.register(tokenized, _refuse_ignored, HookType.AFTER)
+    manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    HookRegistry.register(f"{manager}.generate_request", _check_received, HookType.BEFORE)
+    HookRegistry.register(f"{manager}._create_tokenized_object", _check_tokenized, HookType.AFTER)
 
 
-def _refuse_ignored(request: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+def _check_received(manager: Any, received: Any, *args: Any, **kwargs: Any) -> None:
+    from dustin_sglang import request_types
+
+    if _runs_dustin(manager):
+        request_types.check_types(getattr(received, "sampling_params", None))
+
+
+def _check_tokenized(request: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from dustin_sglang import algorithm, request_rules
+    from dustin_sglang import request_rules, request_types
 
-    name = manager.server_args.speculative_algorithm
-    if name is not None and name.upper() == algorithm.NAME:
-        request_rules.refuse_ignored(request, SpeculativeAlgorithm.from_string(name).kind)
+    if _runs_dustin(manager) and isinstance(request, TokenizedGenerateReqInput):
+        request_types.check_ranges(request, manager.model_config.vocab_size)
+        kind = SpeculativeAlgorithm.from_string(manager.server_args.speculative_algorithm).kind
+        request_rules.refuse_ignored(request, kind)
+
+
+def _runs_dustin(manager: Any) -> bool:
+    from dustin_sglang import algorithm
+
+    return (manager.server_args.speculative_algorithm or "").upper() == algorithm.NAME
 
 
 def _from_cli_args(original: Any, *args: Any) -> Any:

@@ -22,10 +22,11 @@ START_SECONDS = 240
 
 @dataclass(frozen=True)
 class Server:
-    """Address and log of a running server."""
+    """Address, log and launcher of a running server."""
 
     url: str
     log: Path
+    pid: int
 
     def metrics(self) -> dict[str, float]:
         """Samples of ``/metrics``, summed over their labels except `source`."""
@@ -84,7 +85,7 @@ def serve(*arguments: str, module: str = "sglang.launch_server", env: dict[str, 
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_ready(url, process, log)
-        yield Server(url, log)
+        yield Server(url, log, process.pid)
     finally:
         kill_tree(process.pid)
 
