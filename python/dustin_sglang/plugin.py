@@ -66,7 +66,7 @@ def _register() -> None:
 
 
 def _hook_requests() -> None:
-    """Check each request where an error still becomes an HTTP 400; count its penalties and find its end in whole runs."""
+    """Check requests where an error still becomes an HTTP 400; count penalties and find the end in whole runs."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from dustin_sglang import finish, penalties

@@ -47,7 +47,7 @@ def _parallelism(view: Any) -> Iterator[str]:
     if view.enable_pdmux:
         yield "PD multiplexing (--enable-pdmux) is not supported; remove the flag"
     if view.smg_grpc_mode or view.grpc_mode:
-        yield "the legacy gRPC server (--smg-grpc-mode) is not supported: it does not check requests; use HTTP or --grpc-port"
+        yield "the legacy gRPC server (--smg-grpc-mode) is not supported: it checks no request; use HTTP or --grpc-port"
     if compat.rust_server_requested():
         yield "SGLANG_RUST_SERVER is not supported: it does not check requests; unset it"
     if view.tokenizer_worker_num > 1:
@@ -83,7 +83,7 @@ def _speculation(view: Any) -> Iterator[str]:
         yield "--speculative-use-rejection-sampling is not supported; remove the flag"
     thresholds = (view.speculative_accept_threshold_single, view.speculative_accept_threshold_acc)
     if view.device == "cpu" and thresholds != (1.0, 1.0):
-        yield "--speculative-accept-threshold-single and -acc below 1 are for GPUs: the CPU would ignore them; remove them"
+        yield "--speculative-accept-threshold-single and -acc are for GPUs: the CPU would ignore them; remove them"
     if view.enable_multi_layer_eagle:
         yield "multi-layer EAGLE and multi-token-prediction drafts are not supported; use one EAGLE head or a model"
     if view.speculative_attention_mode == "decode":

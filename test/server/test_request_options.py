@@ -127,7 +127,9 @@ GRAMMARS = [
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("grammar, length", GRAMMARS, ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")
+@pytest.mark.parametrize(
+    "grammar, length", GRAMMARS, ids=lambda value: next(iter(value)) if isinstance(value, dict) else ""
+)
 def test_a_grammar_shapes_the_answer(either: Server, grammar: dict, length: int, sampling: dict) -> None:
     """SGLang #9187: structured output with a draft comes to its end."""
     for prompt in (SHORT, LONG):

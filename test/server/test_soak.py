@@ -26,7 +26,16 @@ def arguments(tiny: dict[str, str], draft: str, page_size: int) -> list[str]:
     models = ["--model-path", tiny["target"], "--speculative-draft-model-path", tiny[draft]]
     options = ["--speculative-algorithm", "dustin", "--dustin-budget", str(BUDGET), "--page-size", str(page_size)]
     # A chunk of a prompt at a time, and a pool that holds about four requests: prefills mix with decodes, some retract.
-    return [*models, *options, "--max-total-tokens", "4096", "--chunked-prefill-size", "256", "--max-running-requests", "4"]
+    return [
+        *models,
+        *options,
+        "--max-total-tokens",
+        "4096",
+        "--chunked-prefill-size",
+        "256",
+        "--max-running-requests",
+        "4",
+    ]
 
 
 @dataclass

@@ -109,7 +109,9 @@ def test_only_a_small_regular_json_file_is_read(tmp_path: Path) -> None:
             load_profile(str(tmp_path / name), DRAFT, TARGET)
 
 
-@pytest.mark.parametrize("path", ["https://host/pair.json", "s3://bucket/pair.json", "org/model", "", "pair.json\0.json"])
+@pytest.mark.parametrize(
+    "path", ["https://host/pair.json", "s3://bucket/pair.json", "org/model", "", "pair.json\0.json"]
+)
 def test_neither_a_url_nor_a_name_on_a_hub_is_read(path: str) -> None:
     with pytest.raises(ProfileError):
         load_profile(path, DRAFT, TARGET)

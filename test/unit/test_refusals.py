@@ -165,6 +165,11 @@ def edited(source: str, folder: Path, **changes: Any) -> str:
 def test_refused_models(
     models: dict[str, str], tmp_path: Path, role: str, changes: dict[str, Any], message: str
 ) -> None:
+    """Drafts and targets that cannot work together.
+
+    SGLang #6783: a draft slower than none beyond its own context; SGLang #3574, vLLM #21986, #57941, PR #24662 and
+    PR #22935: a request longer than that crashes; SGLang #27789: a sliding-window pool that leaks (no such model runs).
+    """
     argument = {"draft": "speculative_draft_model_path", "target": "model_path"}[role]
     with pytest.raises(ValueError, match=message):
         arguments(models, **{argument: edited(models[role], tmp_path / role, **changes)})

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 BACKEND_NAME = "torch_native"
 _FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
-# Where it is defined, not where it is imported: a hook on one name can be applied only once, and `compat` needs the other.
+# Where it is defined, not where it is imported: one name takes hooks only once, and `compat` needs the other.
 _SAMPLE = "sglang.srt.speculative.eagle_utils.eagle_sample"
 _XGRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 _installed = False
