@@ -143,7 +143,14 @@ def _models(server_args: Any, kind: DraftKind) -> Iterator[str]:
             f"--context-length {draft.context_len}, use a longer draft, or set "
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 if the draft extrapolates"
         )
-    if kind is DraftKind.STANDALONE and draft.vocab_size != target.vocab_size:
+    if kind is not DraftKind.STANDALONE:
+        made_for = getattr(draft.hf_config, "target_hidden_size", None) or draft.hidden_size
+        if made_for != target.hidden_size:
+            yield (
+                f"the head takes hidden states of {made_for}, but the target's have {target.hidden_size}; use a head that "
+                "was trained for this target"
+            )
+    if kind is not DraftKind.EAGLE3 and draft.vocab_size != target.vocab_size:
         yield (
             f"the draft's vocabulary of {draft.vocab_size} tokens is not the target's of {target.vocab_size}; use a "
             "draft of the same family, or `python -m dustin_sglang.make_draft`"

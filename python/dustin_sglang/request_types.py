@@ -13,8 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 
 _INT32_MAX = 2**31 - 1  # what the scheduler's tensors hold
+# xgrammar 0.2.1 ends the process on a NUL character and on deep nesting (a schema of 1000 arrays overflows its stack).
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+_MAX_NESTING = 200
 _INTERNAL = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
 
 
@@ -44,6 +48,8 @@ def check_types(sampling_params: Any) -> None:
                 raise BadRequest(f"sampling_params.{name} is {_short(value)}: {error}") from None
             if any(abs(number) > _INT32_MAX for number in _whole_numbers(value)):
                 raise BadRequest(f"sampling_params.{name} is {_short(value)}: the largest number is {_INT32_MAX}")
+            if name in _GRAMMARS and value:
+                _check_grammar(name, value)
 
 
 def check_ranges(request: Any, vocab_size: int) -> None:
@@ -55,6 +61,10 @@ def check_ranges(request: Any, vocab_size: int) -> None:
         A token, a bias or a number of logprobs that the scheduler cannot use.
     """
     sampling = request.sampling_params
+    if request.input_ids:
+        ids = np.asarray(request.input_ids)  # a long prompt; Python's own min and max would take milliseconds
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            raise BadRequest(f"input_ids go from {ids.min()} to {ids.max()}; tokens are 0 to {vocab_size - 1}")
     for token in sampling.stop_token_ids or ():
         if not 0 <= token < vocab_size:
             raise BadRequest(f"stop_token_ids has {token}; tokens are 0 to {vocab_size - 1}")
@@ -63,6 +73,16 @@ def check_ranges(request: Any, vocab_size: int) -> None:
             raise BadRequest(f"logit_bias of token {token} is {bias}; it must be finite")
     if not 0 <= request.top_logprobs_num <= vocab_size:
         raise BadRequest(f"top_logprobs_num is {request.top_logprobs_num}; it must be from 0 to {vocab_size}")
+
+
+def _check_grammar(name: str, grammar: str) -> None:
+    if "\0" in grammar:
+        raise BadRequest(f"sampling_params.{name} has a NUL character")
+    depth = 0
+    for character in grammar:
+        depth += (character in "([{") - (character in ")]}")
+        if depth > _MAX_NESTING:
+            raise BadRequest(f"sampling_params.{name} is nested more than {_MAX_NESTING} deep")
 
 
 @functools.cache

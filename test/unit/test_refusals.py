@@ -159,6 +159,9 @@ def edited(source: str, folder: Path, **changes: Any) -> str:
         ("draft", {"vocab_size": 999}, "vocabulary of 999 tokens is not the target's"),
         ("draft", {"max_position_embeddings": 64}, "context of 64 tokens is shorter.*--context-length 64"),
         ("draft", {"architectures": ["LlamaForCausalLMNextN"]}, "multi-token-prediction drafts are not supported"),
+        ("eagle", {"hidden_size": 128}, "hidden states of 128, but the target's have 64.*trained for this target"),
+        ("eagle3", {"target_hidden_size": 96}, "hidden states of 96, but the target's have 64"),
+        ("eagle", {"vocab_size": 999}, "vocabulary of 999 tokens is not the target's"),
         ("target", {"architectures": ["MistralForCausalLM"], "sliding_window": 32}, "target uses sliding-window"),
     ],
 )
@@ -170,7 +173,7 @@ def test_refused_models(
     SGLang #6783: a draft slower than none beyond its own context; SGLang #3574, vLLM #21986, #57941, PR #24662 and
     PR #22935: a request longer than that crashes; SGLang #27789: a sliding-window pool that leaks (no such model runs).
     """
-    argument = {"draft": "speculative_draft_model_path", "target": "model_path"}[role]
+    argument = "model_path" if role == "target" else "speculative_draft_model_path"
     with pytest.raises(ValueError, match=message):
         arguments(models, **{argument: edited(models[role], tmp_path / role, **changes)})
 
@@ -192,6 +195,8 @@ def fake_config(**changes: Any) -> SimpleNamespace:
         is_encoder_decoder=False,
         context_len=100,
         vocab_size=10,
+        hidden_size=8,
+        hf_config=SimpleNamespace(),
     )
     return SimpleNamespace(**(defaults | changes))
 

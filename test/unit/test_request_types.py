@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,9 @@ def test_what_sglang_takes_is_taken(params: Any) -> None:
         ({"ignore_eos": 2}, "ignore_eos is 2"),
         ({"n": True}, "n is True"),
         ({"stop_token_ids": ["w"]}, "Expected `int"),
+        ({"regex": "a\0"}, "regex has a NUL character"),
+        ({"ebnf": "root ::= " + "(" * 201 + '"a"' + ")" * 201}, "ebnf is nested more than 200 deep"),
+        ({"json_schema": '{"items":' * 1000 + "{}" + "}" * 1000}, "json_schema is nested"),
         ({"top_k": 2**31}, "the largest number is 2147483647"),
         ({"stop_token_ids": [10**30]}, "stop_token_ids"),
     ],
@@ -48,13 +52,16 @@ def test_what_it_does_not_take_is_refused_by_name(params: Any, message: str) -> 
         check_types(params)
 
 
-def request(top_logprobs_num: int = 0, **sampling: Any) -> SimpleNamespace:
-    return SimpleNamespace(sampling_params=SamplingParams(**sampling), top_logprobs_num=top_logprobs_num)
+def request(top_logprobs_num: int = 0, input_ids: tuple[int, ...] = (0, 99), **sampling: Any) -> SimpleNamespace:
+    params = SamplingParams(**sampling)
+    return SimpleNamespace(sampling_params=params, top_logprobs_num=top_logprobs_num, input_ids=array("q", input_ids))
 
 
 @pytest.mark.parametrize(
     "bad, message",
     [
+        (request(input_ids=(5, -1)), "input_ids go from -1 to 5; tokens are 0 to 99"),
+        (request(input_ids=(5, 100)), "input_ids go from 5 to 100"),
         (request(stop_token_ids=[100]), "stop_token_ids has 100; tokens are 0 to 99"),
         (request(stop_token_ids=[-1]), "stop_token_ids has -1"),
         (request(logit_bias={"3": float("inf")}), "logit_bias of token 3 is inf; it must be finite"),
