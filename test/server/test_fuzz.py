@@ -137,7 +137,8 @@ def check(path: str, body: Any, status: int, text: str) -> None:
         meta = answer["meta_info"]
         assert meta["finish_reason"]["type"] in ("stop", "length", "abort")
         assert meta["completion_tokens"] == len(answer["output_ids"])
-        if isinstance(limit := body["sampling_params"].get("max_new_tokens"), int):
+        sampling = body.get("sampling_params")
+        if isinstance(sampling, dict) and isinstance(limit := sampling.get("max_new_tokens"), int):
             assert len(answer["output_ids"]) <= max(limit, 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import time
@@ -16,7 +17,7 @@ from serving import Server, serve
 from test_concurrency import idle
 from words import words
 
-SECONDS, CLIENTS, WINDOWS = 600, 4, 6
+SECONDS, CLIENTS, WINDOWS = int(os.environ.get("DUSTIN_SOAK_SECONDS", "600")), 4, 6
 BUDGET = 512
 # SGLang counts its pools after every batch, not only when it is idle, and stops at the first difference.
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
