@@ -147,8 +147,8 @@ def _models(server_args: Any, kind: DraftKind) -> Iterator[str]:
         made_for = getattr(draft.hf_config, "target_hidden_size", None) or draft.hidden_size
         if made_for != target.hidden_size:
             yield (
-                f"the head takes hidden states of {made_for}, but the target's have {target.hidden_size}; use a head that "
-                "was trained for this target"
+                f"the head takes hidden states of {made_for}, but the target's have {target.hidden_size}; use a head "
+                "that was trained for this target"
             )
     if kind is not DraftKind.EAGLE3 and draft.vocab_size != target.vocab_size:
         yield (
