@@ -93,6 +93,13 @@ def plan_stream_requested() -> bool:
     return bool(envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get())
 
 
+def rust_server_requested() -> bool:
+    """Whether the environment asks for SGLang's embedded Rust server, which has no hook for requests."""
+    from sglang.srt.environ import envs
+
+    return bool(envs.SGLANG_RUST_SERVER.get())
+
+
 def longer_context_allowed() -> bool:
     """Whether the user lets a model run beyond its own context length."""
     from sglang.srt.environ import envs

@@ -66,6 +66,8 @@ def find_tensors(model: Path) -> dict[str, str]:
     else:
         raise DraftError(f"{model}: neither {WEIGHTS} nor {INDEX} is there; convert the weights to safetensors first")
     for file in sorted(set(places.values())):
+        if not isinstance(file, str) or Path(file).name != file:
+            raise DraftError(f"{model}: {INDEX} names {file!r}, which is not a file of this folder")
         if not (model / file).is_file():
             raise DraftError(f"{model}: {INDEX} names {file}, which is missing")
     return places

@@ -56,12 +56,53 @@ def _register() -> None:
         install()
     register_radix_cache_backend(algorithm.RADIX_CACHE, _radix_cache)
     _wrap_attention_backend()
+    _hook_requests()
     SpeculativeAlgorithm.register(
         algorithm.NAME,
         supports_overlap=True,
         validate_server_args=algorithm.validate_server_args,
         spec_class=algorithm.DustinAlgorithm,
     )(algorithm.create_worker)
+
+
+def _hook_requests() -> None:
+    """Check requests where an error still becomes an HTTP 400; count penalties and find the end in whole runs."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from dustin_sglang import finish, penalties
+
+    finished = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
+    HookRegistry.register(finished, finish.stop_before_length, HookType.AROUND)
+    counted = "sglang.srt.managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens"
+    HookRegistry.register(counted, penalties.cumulate_runs, HookType.AROUND)
+    manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    HookRegistry.register(f"{manager}.generate_request", _check_received, HookType.BEFORE)
+    HookRegistry.register(f"{manager}._create_tokenized_object", _check_tokenized, HookType.AFTER)
+
+
+def _check_received(manager: Any, received: Any, *args: Any, **kwargs: Any) -> None:
+    from dustin_sglang import request_types
+
+    if _runs_dustin(manager):
+        request_types.check_types(getattr(received, "sampling_params", None))
+
+
+def _check_tokenized(request: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from dustin_sglang import request_rules, request_types
+
+    if _runs_dustin(manager) and isinstance(request, TokenizedGenerateReqInput):
+        request_types.check_ranges(request, manager.model_config.vocab_size)
+        kind = SpeculativeAlgorithm.from_string(manager.server_args.speculative_algorithm).kind
+        request_rules.refuse_ignored(request, kind)
+
+
+def _runs_dustin(manager: Any) -> bool:
+    from dustin_sglang import algorithm
+
+    return (manager.server_args.speculative_algorithm or "").upper() == algorithm.NAME
 
 
 def _from_cli_args(original: Any, *args: Any) -> Any:

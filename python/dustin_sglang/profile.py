@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dustin_sglang.fingerprint import fingerprint
+from dustin_sglang.profile_file import ProfileError, parse_heads, parse_number, read_json
 from dustin_sglang.selection.heads import Heads
 
 logger = logging.getLogger(__name__)
@@ -25,10 +26,6 @@ SHIPPED = Path(__file__).parent / "profiles"
 # draft always scores at least the paper's three layers (method-and-limits.md 1.2).
 AUTO_KV_SHARE = 1 / 16
 AUTO_MIN_LAYERS = 3
-
-
-class ProfileError(ValueError):
-    """A profile that does not parse or was made for other models."""
 
 
 @dataclass(frozen=True)
@@ -141,13 +138,8 @@ def load_profile(path: str, draft: ModelShape, target: ModelShape) -> Profile:
     ProfileError
         The file is missing, is not a profile of a version that this release reads, or was made for other shapes.
     """
-    try:
-        data = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ProfileError(f"--dustin-profile {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ProfileError(f"--dustin-profile {path} is not JSON: {error}") from error
-    if not isinstance(data, dict) or "version" not in data:
+    data = read_json(path)
+    if "version" not in data:
         raise ProfileError(f"--dustin-profile {path}: not a profile, it has no version")
     if data["version"] != VERSION:
         raise ProfileError(
@@ -156,14 +148,11 @@ def load_profile(path: str, draft: ModelShape, target: ModelShape) -> Profile:
         )
     try:
         made_for = {role: ModelShape(**data[role]) for role in ("draft", "target")}
-        heads = {
-            signal: Heads(tuple(sorted((int(layer), tuple(map(int, h))) for layer, h in data[signal].items())))
-            for signal in ("lookahead", "history")
-        }
-        share = float(data.get("lookahead_share", 0.5))
+        heads = {signal: Heads(parse_heads(data[signal])) for signal in ("lookahead", "history")}
+        share = parse_number(data.get("lookahead_share", 0.5))
         prints = {role: str(data["fingerprints"][role]) for role in ("draft", "target") if data.get("fingerprints")}
         measured = dict(data.get("measured", {}))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ProfileError(f"--dustin-profile {path}: malformed: {error!r}") from error
     for role, shape in (("draft", draft), ("target", target)):
         if made_for[role] != shape:

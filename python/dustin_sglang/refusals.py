@@ -46,6 +46,10 @@ def _parallelism(view: Any) -> Iterator[str]:
         yield "two-batch and single-batch overlap are not supported; remove --enable-two/single-batch-overlap"
     if view.enable_pdmux:
         yield "PD multiplexing (--enable-pdmux) is not supported; remove the flag"
+    if view.smg_grpc_mode or view.grpc_mode:
+        yield "the legacy gRPC server (--smg-grpc-mode) is not supported: it checks no request; use HTTP or --grpc-port"
+    if compat.rust_server_requested():
+        yield "SGLANG_RUST_SERVER is not supported: it does not check requests; unset it"
     if view.tokenizer_worker_num > 1:
         yield (
             "--tokenizer-worker-num above 1 is not supported: SGLang does not load plugins in those processes; use 1"
@@ -77,6 +81,9 @@ def _speculation(view: Any) -> Iterator[str]:
         yield "adaptive speculation (--speculative-adaptive) is not supported; fix --speculative-num-steps"
     if view.speculative_use_rejection_sampling:
         yield "--speculative-use-rejection-sampling is not supported; remove the flag"
+    thresholds = (view.speculative_accept_threshold_single, view.speculative_accept_threshold_acc)
+    if view.device == "cpu" and thresholds != (1.0, 1.0):
+        yield "--speculative-accept-threshold-single and -acc are for GPUs: the CPU would ignore them; remove them"
     if view.enable_multi_layer_eagle:
         yield "multi-layer EAGLE and multi-token-prediction drafts are not supported; use one EAGLE head or a model"
     if view.speculative_attention_mode == "decode":
@@ -136,7 +143,14 @@ def _models(server_args: Any, kind: DraftKind) -> Iterator[str]:
             f"--context-length {draft.context_len}, use a longer draft, or set "
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 if the draft extrapolates"
         )
-    if kind is DraftKind.STANDALONE and draft.vocab_size != target.vocab_size:
+    if kind is not DraftKind.STANDALONE:
+        made_for = getattr(draft.hf_config, "target_hidden_size", None) or draft.hidden_size
+        if made_for != target.hidden_size:
+            yield (
+                f"the head takes hidden states of {made_for}, but the target's have {target.hidden_size}; use a head "
+                "that was trained for this target"
+            )
+    if kind is not DraftKind.EAGLE3 and draft.vocab_size != target.vocab_size:
         yield (
             f"the draft's vocabulary of {draft.vocab_size} tokens is not the target's of {target.vocab_size}; use a "
             "draft of the same family, or `python -m dustin_sglang.make_draft`"

@@ -1,4 +1,7 @@
-"""A budget of at least the context gives the tokens of dense speculation and of no speculation, in every mode."""
+"""A budget of at least the context gives the tokens of dense speculation and of no speculation, in every mode.
+
+vLLM #7627 and #41758, mlx-lm #1423: greedy output that differs with speculation.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,11 @@ def dense(models: dict[str, str]) -> dict[str, list[int]]:
 def test_dense_budget_gives_dense_tokens(
     models: dict[str, str], dense: dict[str, list[int]], kind: str, shape: dict[str, int], page_size: int
 ) -> None:
+    """Trees, pages and ragged runs.
+
+    SGLang #13352: sizes of hidden states and embeddings in a tree's draft extend; SGLang #13741 and PR #13826,
+    sglang-jax #1147: slots lost by every request at larger pages; arXiv 2510.22876: ragged runs in one batch.
+    """
     # Several concurrent requests, a prefill in chunks, and everything once more over the radix cache.
     arguments = dustin(models, kind, page_size=page_size, chunked_prefill_size=64, **shape)
     result = in_child(generate, arguments, PROMPTS, NEW_TOKENS, env={"DUSTIN_BUDGET": "4096"})

@@ -1,4 +1,8 @@
-"""Multi-turn use of the radix cache: exact KV is shared, approximate KV never, and outputs do not depend on others."""
+"""Multi-turn use of the radix cache: exact KV is shared, approximate KV never, and outputs do not depend on others.
+
+SGLang #32459 and PR #32574: speculation that cuts the reuse of a second turn from 97% to 40%. Here a second turn reuses
+all that is exact.
+"""
 
 from __future__ import annotations
 

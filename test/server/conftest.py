@@ -10,6 +10,8 @@ from serving import Server, serve
 from tiny_models import write_eagle, write_llama
 
 BUDGET = 64
+# What SGLang refuses by itself without these flags; with them the answer is ours.
+ALLOW = ("--enable-return-hidden-states", "--enable-custom-logit-processor")
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +31,15 @@ def server(tiny: dict[str, str]) -> Iterator[Server]:
     """Dustin with a budget that most prompts of these tests exceed, through ``sglang.launch_server``."""
     arguments = ["--model-path", tiny["target"], "--speculative-draft-model-path", tiny["draft"]]
     arguments += ["--speculative-algorithm", "dustin", "--dustin-budget", str(BUDGET), "--dustin-window", "16"]
-    arguments += ["--max-total-tokens", "8192", "--enable-metrics", "--decode-log-interval", "4"]
+    arguments += ["--max-total-tokens", "8192", "--enable-metrics", "--decode-log-interval", "4", *ALLOW]
     with serve(*arguments) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def head_server(tiny: dict[str, str]) -> Iterator[Server]:
+    """Dustin with an EAGLE head and its default tree, through ``sglang serve``."""
+    arguments = ["--model-path", tiny["target"], "--speculative-draft-model-path", tiny["eagle"]]
+    arguments += ["--speculative-algorithm", "dustin", "--dustin-budget", "100", "--max-total-tokens", "4096", *ALLOW]
+    with serve(*arguments, module="sglang.cli.main serve") as running:
         yield running

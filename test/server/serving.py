@@ -22,10 +22,11 @@ START_SECONDS = 240
 
 @dataclass(frozen=True)
 class Server:
-    """Address and log of a running server."""
+    """Address, log and launcher of a running server."""
 
     url: str
     log: Path
+    pid: int
 
     def metrics(self) -> dict[str, float]:
         """Samples of ``/metrics``, summed over their labels except `source`."""
@@ -39,11 +40,19 @@ class Server:
         return samples
 
     def generate(self, prompt: str, new_tokens: int, **sampling: object) -> dict:
-        """Greedy text of SGLang's own ``/generate``."""
-        body = dict(text=prompt, sampling_params=dict(temperature=0, max_new_tokens=new_tokens, **sampling))
-        response = requests.post(f"{self.url}/generate", json=body, timeout=120)
+        """Answer of SGLang's own ``/generate``, greedy unless `sampling` says otherwise."""
+        return self.ask(new_tokens, sampling, text=prompt)
+
+    def ask(self, new_tokens: int, sampling: dict[str, object], **request: object) -> dict:
+        """As `generate`, with the fields of the request."""
+        response = self.post(new_tokens, sampling, **request)
         response.raise_for_status()
         return response.json()
+
+    def post(self, new_tokens: int, sampling: dict[str, object], **request: object) -> requests.Response:
+        """As `ask`, whatever the status."""
+        body = request | {"sampling_params": {"temperature": 0, "max_new_tokens": new_tokens} | sampling}
+        return requests.post(f"{self.url}/generate", json=body, timeout=120)
 
 
 def free_port() -> int:
@@ -76,7 +85,7 @@ def serve(*arguments: str, module: str = "sglang.launch_server", env: dict[str, 
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_ready(url, process, log)
-        yield Server(url, log)
+        yield Server(url, log, process.pid)
     finally:
         kill_tree(process.pid)
 

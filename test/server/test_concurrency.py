@@ -27,6 +27,7 @@ def idle(server: Server) -> dict[str, float]:
 
 
 def test_clients_beside_each_other_get_what_they_get_alone(server: Server) -> None:
+    """Of arXiv 2510.22876: batched speculation that is silently wrong where accepted runs have different lengths."""
     prompts = [words(20 + 40 * i, first=i) for i in range(6)]
     alone = [server.generate(prompt, 24)["text"] for prompt in prompts]
     requests.post(f"{server.url}/flush_cache", timeout=30)
@@ -36,6 +37,7 @@ def test_clients_beside_each_other_get_what_they_get_alone(server: Server) -> No
 
 
 def test_an_abort_in_mid_stream_leaves_nothing_behind(server: Server) -> None:
+    """sglang-jax #1147: pages that every request leaks."""
     before = idle(server)
     for _ in range(3):
         body = dict(

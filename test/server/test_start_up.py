@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from serving import Server, command, free_port, serve
+from serving import Server, command, free_port
 from words import words
 
 
@@ -19,12 +19,9 @@ def test_the_start_up_line_says_what_runs(server: Server) -> None:
     assert "draft standalone; drafting reads every position" in line and "radix exact" in line
 
 
-def test_sglang_serve_reaches_it_with_an_eagle_head(tiny: dict[str, str]) -> None:
-    arguments = ["--model-path", tiny["target"], "--speculative-draft-model-path", tiny["eagle"]]
-    arguments += ["--speculative-algorithm", "dustin", "--dustin-budget", "100", "--max-total-tokens", "4096"]
-    with serve(*arguments, module="sglang.cli.main serve") as running:
-        assert len(running.generate(words(150), 10)["text"].split()) == 10
-        assert "draft eagle;" in running.log.read_text()
+def test_sglang_serve_reaches_it_with_an_eagle_head(head_server: Server) -> None:
+    assert len(head_server.generate(words(150), 10)["text"].split()) == 10
+    assert "draft eagle;" in head_server.log.read_text()
 
 
 @pytest.mark.parametrize(

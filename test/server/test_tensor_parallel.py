@@ -1,4 +1,9 @@
-"""Two tensor-parallel ranks choose the lists, and give the tokens, of one rank."""
+"""Two tensor-parallel ranks choose the lists, and give the tokens, of one rank.
+
+SGLang #30296: sparse attention and EAGLE disagree about queries and KV when attention is split over ranks.
+SGLang #6949, speculation that gains less at four ranks than at one, is a matter of speed on several GPUs: nothing that
+a test on a CPU can show, and not measured yet (README.md, "Refused at start-up").
+"""
 
 from __future__ import annotations
 

@@ -61,6 +61,7 @@ def test_prompts_of_dummies_differ() -> None:
 
 
 def test_a_sparse_draft_is_dustin_with_one_more_variable(monkeypatch) -> None:
+    """With SGLang's forced acceptance for speed alone, as ATOM #1850 has it."""
     for name in ("DUSTIN_SPARSE_DRAFT", "DUSTIN_BUDGET", "SGLANG_SIMULATE_ACC_LEN"):
         monkeypatch.setenv(name, "before")
     args = end_to_end.parse(["--sparse-draft", "unscored"])

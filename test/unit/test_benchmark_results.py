@@ -69,6 +69,7 @@ def test_a_key_field_that_is_not_named_is_none(tmp_path: Path) -> None:
 
 
 def test_the_run_names_the_commit_it_is_told(monkeypatch) -> None:
+    """MagicDec #7: gains that nobody could reproduce; every recorded run names machine, command and commit."""
     monkeypatch.setenv("DUSTIN_COMMIT", "abc")
     assert results.describe_run()["commit"] == "abc"
     monkeypatch.delenv("DUSTIN_COMMIT")

@@ -170,6 +170,13 @@ def missing_shard(folder: Path) -> None:
     next(folder.glob("model-00002-*")).unlink()
 
 
+def shard_elsewhere(folder: Path) -> None:
+    """Let the index name a file outside the folder."""
+    (folder / "model.safetensors").rename(folder.parent / "other.safetensors")
+    index = {"weight_map": {"model.norm.weight": "../other.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def edit_weights(folder: Path, drop: str = "-", **more: torch.Tensor) -> None:
     """Drop the tensors that start with `drop` and add `more`."""
     weights = load_file(folder / "model.safetensors")
@@ -184,6 +191,7 @@ def edit_weights(folder: Path, drop: str = "-", **more: torch.Tensor) -> None:
         (other_type, "model_type 'gpt_oss' is not supported"),
         (no_weights, "neither model.safetensors nor"),
         (missing_shard, "which is missing"),
+        (shard_elsewhere, "names '../other.safetensors', which is not a file of this folder"),
         (lambda folder: edit_weights(folder, odd=torch.ones(1)), "unknown layout: odd"),
         (lambda folder: edit_weights(folder, "model.layers.3"), "layer 3 of 5 has no tensors"),
         (lambda folder: edit_weights(folder, "model.norm"), "model.norm.weight is missing"),

@@ -134,6 +134,7 @@ def test_random_is_a_function_of_the_context_alone() -> None:
 def test_every_list_is_ascending_unique_and_exactly_the_budget(
     name: str, total: int, lengths: list[int], share: float, data: st.DataObject
 ) -> None:
+    """ROCm/ATOM PR #2118: an indexer that drops the last positions. Sinks and window are in every list."""
     sinks = data.draw(st.integers(0, total))
     window = data.draw(st.integers(0, total - sinks))
     policy = POLICIES[name]()

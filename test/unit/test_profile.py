@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,17 @@ def write(path: Path, **changes: object) -> str:
         ({"lookahead_share": 2}, "not in 0..1"),
         ({"target": vars(DRAFT)}, "made for a target"),
         ({"draft": {"layers": 1}}, "malformed"),
+        ({"draft": vars(DRAFT) | {"path": "/etc/passwd"}}, "malformed"),
+        ({"lookahead": {"-1": [0]}}, "malformed"),
+        ({"lookahead": {"03": [0], "3": [1]}}, "malformed"),
+        ({"lookahead": {"3": [1.9]}}, "whole numbers"),
+        ({"lookahead": {"3": [True]}}, "whole numbers"),
+        ({"lookahead": {"3": "01"}}, "whole numbers"),
+        ({"lookahead": {"3": [10**30]}}, r"must be distinct numbers in 0\.\.13"),
+        ({"lookahead": {"9" * 5000: [0]}}, "malformed"),
+        ({"lookahead_share": "0.5"}, "not a number"),
+        ({"lookahead_share": float("nan")}, "not in 0..1"),
+        ({"lookahead_share": 10**400}, "malformed"),
     ],
 )
 def test_a_wrong_profile_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -121,3 +133,35 @@ def test_a_shipped_profile_is_whole_and_names_its_checkpoints(file: Path) -> Non
 def test_no_two_shipped_profiles_are_of_one_pair() -> None:
     pairs = [json.dumps(json.loads(file.read_text())["fingerprints"]) for file in SHIPPED.glob("*.json")]
     assert pairs and len(set(pairs)) == len(pairs)
+
+
+def test_only_a_small_regular_json_file_is_read(tmp_path: Path) -> None:
+    good = write(tmp_path / "good.json")
+    (tmp_path / "good.pkl").write_bytes(Path(good).read_bytes())
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "large.json").write_text("[" + "0," * (3 << 20) + "0]")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "latin.json").write_bytes(b'{"\xff": 1}')
+    (tmp_path / "list.json").write_text("[]")
+    os.mkfifo(tmp_path / "pipe.json")  # opening it would block for ever
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    for name, message in {
+        "good.pkl": "ends in .json",
+        "folder.json": "not a regular file",
+        "large.json": "bytes; a profile has at most",
+        "deep.json": "is not JSON",
+        "latin.json": "is not JSON",
+        "list.json": "not a JSON object",
+        "pipe.json": "not a regular file",
+        "zero.json": "not a regular file",
+    }.items():
+        with pytest.raises(ProfileError, match=message):
+            load_profile(str(tmp_path / name), DRAFT, TARGET)
+
+
+@pytest.mark.parametrize(
+    "path", ["https://host/pair.json", "s3://bucket/pair.json", "org/model", "", "pair.json\0.json"]
+)
+def test_neither_a_url_nor_a_name_on_a_hub_is_read(path: str) -> None:
+    with pytest.raises(ProfileError):
+        load_profile(path, DRAFT, TARGET)

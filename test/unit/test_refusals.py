@@ -51,6 +51,7 @@ REFUSED = [
     ({"enable_two_batch_overlap": True}, "two-batch"),
     ({"enable_single_batch_overlap": True}, "single-batch"),
     ({"enable_pdmux": True}, "PD multiplexing"),
+    ({"smg_grpc_mode": True}, "legacy gRPC server.*use HTTP"),
     ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num above 1.*use 1"),
     ({"enable_hierarchical_cache": True}, "hierarchical or external"),
     ({"enable_lmcache": True}, "hierarchical or external"),
@@ -63,6 +64,7 @@ REFUSED = [
     ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3.*use auto"),
     ({"speculative_adaptive": True}, "adaptive speculation"),
     ({"speculative_use_rejection_sampling": True}, "rejection-sampling"),
+    ({"speculative_accept_threshold_acc": 0.5}, "the CPU would ignore them"),
     ({"enable_multi_layer_eagle": True}, "multi-layer EAGLE"),
     ({"speculative_attention_mode": "decode"}, "attention-mode decode.*use prefill"),
     ({"speculative_draft_window_size": 128}, "draft-window-size"),
@@ -96,6 +98,7 @@ def test_refused_with_what_to_do_instead(models: dict[str, str], changes: dict[s
     "variable, message",
     [
         ("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "PLAN_STREAM is not supported.*unset it"),
+        ("SGLANG_RUST_SERVER", "RUST_SERVER is not supported.*unset it"),
         ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "unset SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"),
         ("SGLANG_ENABLE_UNIFIED_RADIX_TREE", "unset SGLANG_ENABLE_UNIFIED_RADIX_TREE"),
     ],
@@ -125,6 +128,9 @@ def test_refused_where_sglang_itself_refuses_earlier_on_the_cpu() -> None:
     deterministic = SimpleNamespace(
         speculative_adaptive=False,
         speculative_use_rejection_sampling=False,
+        speculative_accept_threshold_single=1.0,
+        speculative_accept_threshold_acc=1.0,
+        device="cuda",
         enable_multi_layer_eagle=False,
         speculative_attention_mode="prefill",
         speculative_draft_window_size=None,
@@ -153,13 +159,21 @@ def edited(source: str, folder: Path, **changes: Any) -> str:
         ("draft", {"vocab_size": 999}, "vocabulary of 999 tokens is not the target's"),
         ("draft", {"max_position_embeddings": 64}, "context of 64 tokens is shorter.*--context-length 64"),
         ("draft", {"architectures": ["LlamaForCausalLMNextN"]}, "multi-token-prediction drafts are not supported"),
+        ("eagle", {"hidden_size": 128}, "hidden states of 128, but the target's have 64.*trained for this target"),
+        ("eagle3", {"target_hidden_size": 96}, "hidden states of 96, but the target's have 64"),
+        ("eagle", {"vocab_size": 999}, "vocabulary of 999 tokens is not the target's"),
         ("target", {"architectures": ["MistralForCausalLM"], "sliding_window": 32}, "target uses sliding-window"),
     ],
 )
 def test_refused_models(
     models: dict[str, str], tmp_path: Path, role: str, changes: dict[str, Any], message: str
 ) -> None:
-    argument = {"draft": "speculative_draft_model_path", "target": "model_path"}[role]
+    """Drafts and targets that cannot work together.
+
+    SGLang #6783: a draft slower than none beyond its own context; SGLang #3574, vLLM #21986, #57941, PR #24662 and
+    PR #22935: a request longer than that crashes; SGLang #27789: a sliding-window pool that leaks (no such model runs).
+    """
+    argument = "model_path" if role == "target" else "speculative_draft_model_path"
     with pytest.raises(ValueError, match=message):
         arguments(models, **{argument: edited(models[role], tmp_path / role, **changes)})
 
@@ -181,6 +195,8 @@ def fake_config(**changes: Any) -> SimpleNamespace:
         is_encoder_decoder=False,
         context_len=100,
         vocab_size=10,
+        hidden_size=8,
+        hf_config=SimpleNamespace(),
     )
     return SimpleNamespace(**(defaults | changes))
 

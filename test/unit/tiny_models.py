@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
+# The last tokens of a vocabulary: enough for one JSON object.
+JSON_TOKENS = ('{"a":', '"x"', "}")
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,9 @@ def successors(vocab_size: int) -> torch.Tensor:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write a tokenizer of ``<unk>``, ``<s>``, ``</s>`` and the words ``w3``, ``w4``, ...: word ``wN`` is token N."""
-    words = [*SPECIAL_TOKENS, *(f"w{token}" for token in range(len(SPECIAL_TOKENS), vocab_size))]
+    """Write a tokenizer of ``<unk>``, ``<s>``, ``</s>``, words and `JSON_TOKENS`: word ``wN`` is token N."""
+    words = [f"w{token}" for token in range(len(SPECIAL_TOKENS), vocab_size - len(JSON_TOKENS))]
+    words = [*SPECIAL_TOKENS, *words, *JSON_TOKENS]
     tokenizer = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Put the CPU attention backends where SGLang looks for them.
+"""Put the CPU attention backends, sampling and grammar masks where SGLang looks for them.
 
 The name taken is ``torch_native``: it is what SGLang falls back to on a CPU, and it makes SGLang use its torch code
 paths instead of Triton. No other backend name is touched.
@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from dustin_sglang.cpu import grammar
+from dustin_sglang.cpu.sampling import sample_verified
+
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
 
 BACKEND_NAME = "torch_native"
 _FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+# Where it is defined, not where it is imported: one name takes hooks only once, and `compat` needs the other.
+_SAMPLE = "sglang.srt.speculative.eagle_utils.eagle_sample"
+_XGRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 _installed = False
 
 
@@ -35,6 +41,9 @@ def install() -> None:
     register_attention_backend(BACKEND_NAME)(create_backend)
     HookRegistry.register(f"{_FACTORY}.create_decode_backend", _create_decode_backend, HookType.AROUND)
     HookRegistry.register(f"{_FACTORY}.create_draft_extend_backend", _create_draft_extend_backend, HookType.AROUND)
+    HookRegistry.register(_SAMPLE, sample_verified, HookType.AROUND)
+    HookRegistry.register(f"{_XGRAMMAR}._allocate_token_bitmask", grammar.allocate_token_bitmask, HookType.REPLACE)
+    HookRegistry.register(f"{_XGRAMMAR}.XGrammarGrammar.apply_vocab_mask", grammar.apply_vocab_mask, HookType.AROUND)
 
 
 def create_backend(model_runner: ModelRunner) -> CpuAttnBackend:
