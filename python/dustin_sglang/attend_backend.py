@@ -6,25 +6,13 @@ before each replay, and no host number of a request at all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from dustin_kernels import attend_slots
+from dustin_sglang.slot_lists import SlotLists, attend_lists
 from dustin_sglang.tap import ExtendTap
 from dustin_sglang.verify_backend import ListedBackend
-
-
-@dataclass(frozen=True)
-class _Lists:
-    """What the layers of one verification read."""
-
-    kv_indptr: torch.Tensor
-    kv_indices: torch.Tensor
-    tree_mask: torch.Tensor | None
-    max_kv_len: int
 
 
 class AttendListedBackend(ListedBackend):
@@ -32,7 +20,7 @@ class AttendListedBackend(ListedBackend):
 
     def __init__(self, model_runner: Any, **kwargs: Any) -> None:
         super().__init__(model_runner, **kwargs)
-        self._lists: _Lists | None = None
+        self._lists: SlotLists | None = None
 
     def init_cuda_graph_state(
         self, max_bs: int, max_num_tokens: int, kv_indices_buf: torch.Tensor | None = None
@@ -51,7 +39,7 @@ class AttendListedBackend(ListedBackend):
             return
         bs = forward_batch.batch_size
         mask = self._graph_mask[: bs * self._g * self._g] if self._is_tree else None
-        lists = _Lists(self._graph_indptr[: bs + 1], self._graph_indices, mask, self._list_width + self._g)
+        lists = SlotLists(self._graph_indptr[: bs + 1], self._graph_indices, self._list_width + self._g, mask)
         self._fill(forward_batch, self._counts(forward_batch, in_capture), lists)
         self._lists = lists
 
@@ -62,11 +50,11 @@ class AttendListedBackend(ListedBackend):
             return
         bs, counts = forward_batch.batch_size, self._counts(forward_batch, in_capture=False)
         total = sum(counts) + bs * self._g
-        lists = _Lists(
+        lists = SlotLists(
             torch.empty(bs + 1, dtype=torch.int32, device=self._device),
             torch.empty(total, dtype=torch.int32, device=self._device),
-            torch.empty(bs * self._g**2, dtype=torch.bool, device=self._device) if self._is_tree else None,
             max(counts) + self._g,
+            torch.empty(bs * self._g**2, dtype=torch.bool, device=self._device) if self._is_tree else None,
         )
         self._fill(forward_batch, counts, lists)
         self._lists = lists
@@ -81,24 +69,9 @@ class AttendListedBackend(ListedBackend):
         lists = self._lists
         if lists is None:
             raise RuntimeError("a verification ran before its lists were written")
-        if k is not None and save_kv_cache:
-            where = KVWriteLoc(forward_batch.out_cache_loc, None)
-            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, *self._kv_write_scales(layer))
-        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        out = attend_slots(
-            q.contiguous().view(-1, layer.tp_q_head_num, layer.head_dim),
-            keys,
-            values,
-            lists.kv_indptr,
-            lists.kv_indices,
-            self._g,
-            layer.scaling,
-            max_kv_len=lists.max_kv_len,
-            tree_mask=lists.tree_mask,
-        )
-        return out.view(-1, layer.tp_q_head_num * layer.head_dim)
+        return attend_lists(self, lists, self._g, q, k, v, layer, forward_batch, save_kv_cache)
 
-    def _fill(self, forward_batch: Any, counts: list[int], lists: _Lists) -> None:
+    def _fill(self, forward_batch: Any, counts: list[int], lists: SlotLists) -> None:
         self._write_list(forward_batch, counts, lists.kv_indptr, lists.kv_indices)
         if lists.tree_mask is not None:
             lists.tree_mask.copy_(self._tree(forward_batch, len(counts)))

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend, FlashInferMultiStepDraftBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
-from dustin_kernels import attend_slots
-from dustin_sglang.sparse_draft import SlotLists, SparseDraft, pack_lists
+from dustin_sglang.slot_lists import SlotLists, attend_lists
+from dustin_sglang.sparse_draft import SparseDraft, pack_lists
 from dustin_sglang.tap import DecodeTap, ExtendTap
 
 
@@ -40,24 +39,10 @@ class SparseFlashInferBackend(FlashInferAttnBackend):
     def attend_listed(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, rows: int, save_kv_cache: bool
     ) -> torch.Tensor:
-        """Write the new KV as FlashInfer's forwards do, then attend to the lists, `rows` query rows a list."""
+        """Attend to the lists, `rows` query rows a list."""
         if self.listed is None:
             raise RuntimeError("a sparse draft forward ran before its lists were made")
-        if k is not None and save_kv_cache:
-            where = KVWriteLoc(forward_batch.out_cache_loc, None)
-            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, *self._kv_write_scales(layer))
-        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        out = attend_slots(
-            q.contiguous().view(-1, layer.tp_q_head_num, layer.head_dim),
-            keys,
-            values,
-            self.listed.kv_indptr,
-            self.listed.kv_indices,
-            rows,
-            layer.scaling,
-            max_kv_len=self.listed.max_kv_len,
-        )
-        return out.view(-1, layer.tp_q_head_num * layer.head_dim)
+        return attend_lists(self, self.listed, rows, q, k, v, layer, forward_batch, save_kv_cache)
 
 
 class DraftExtendBackend(SparseFlashInferBackend):

@@ -16,12 +16,11 @@ writes there. Later lists come with the verification that has ended exactness al
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from dustin_sglang.config import ConfigError
 from dustin_sglang.selection.selector import Selection
+from dustin_sglang.slot_lists import SlotLists
 
 
 def draft_reads(
@@ -61,25 +60,6 @@ def draft_reads(
     recent = starts - 1 + column - listed
     positions = torch.where(column < listed, torch.where(whole, column, chosen), recent)
     return positions, (listed + ends - starts + 1).squeeze(1)
-
-
-@dataclass(frozen=True)
-class SlotLists:
-    """Packed lists of KV slots, as `dustin_kernels.attend_slots` takes them.
-
-    Attributes
-    ----------
-    kv_indptr
-        int32 ``[rows + 1]``.
-    kv_indices
-        int32, with room for rows of `max_kv_len` entries.
-    max_kv_len
-        The longest that a row can be.
-    """
-
-    kv_indptr: torch.Tensor
-    kv_indices: torch.Tensor
-    max_kv_len: int
 
 
 def pack_lists(context: torch.Tensor, counts: torch.Tensor, own: torch.Tensor) -> SlotLists:
