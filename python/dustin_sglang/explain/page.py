@@ -27,7 +27,7 @@ _KINDS = {
     "rejected": "drafted, rejected",
     "target": "the target's next token",
 }
-_LINE_BREAK = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n"  # so that a listed line break can be seen
+_LINE_BREAK = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"  # so that a listed line break can be seen
 _LEAST_STRIP = 1000  # parts of the strip's width that a run is drawn as, at least
 
 
@@ -104,7 +104,7 @@ def source_names(budget: Budget) -> dict[str, str]:
 
 
 def _visible(piece: str) -> str:
-    return piece.replace("\r\n", "\n").replace("\n", _LINE_BREAK)
+    return piece.replace("\n", f"{_LINE_BREAK}\n")
 
 
 def _json(data: object) -> str:
@@ -120,7 +120,7 @@ def _round_data(one: Round, verified: list[tuple[str, str]], x: float) -> dict[s
 def _kinds(one: Round, texts: Sequence[str]) -> list[tuple[str, str]]:
     rejected = len(texts) - 2 - one.accepted
     kinds = ["known", *["accepted"] * one.accepted, *["rejected"] * rejected, "target"]
-    return [(_visible(text), kind) for text, kind in zip(texts, kinds, strict=True)]
+    return [(text.replace("\n", _LINE_BREAK), kind) for text, kind in zip(texts, kinds, strict=True)]
 
 
 def _runs(marks: str) -> list[tuple[int, int, str]]:
@@ -189,7 +189,7 @@ def _verified(spans: Sequence[tuple[str, str]], answer: Sequence[str]) -> str:
     key = ", ".join(_span(name, kind) for kind, name in _KINDS.items())
     return (
         f'<h2>Under verification</h2><p class="note">{key}</p><div id="verified">{drawn}</div>'
-        f'<h2>Answer before it</h2><div id="answer">{html.escape("".join(answer))}</div>'
+        f'<h2>Answer so far</h2><div id="answer">{html.escape("".join(answer))}</div>'
     )
 
 
