@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import TinyLlama, write_llama
+from tiny_models import TinyLlama, write_eagle, write_llama
 
 from dustin_sglang.calibrate.mass import ListSize
 from dustin_sglang.calibrate.search import score
 from dustin_sglang.calibrate.texts import Passage
-from dustin_sglang.calibrate.trace import TracedModel
+from dustin_sglang.calibrate.trace import CalibrationError, TracedModel
 from dustin_sglang.calibrate.windows import collect
 from dustin_sglang.explain.__main__ import main
 from dustin_sglang.explain.heat import heat
-from dustin_sglang.explain.page import Subject, render
+from dustin_sglang.explain.page import Subject, render, source_names
 from dustin_sglang.explain.prompt import PART_OF_CHARACTER, pieces
 from dustin_sglang.explain.rounds import Decoded, Request, Round
 from dustin_sglang.explain.sources import sources
@@ -119,8 +119,6 @@ def test_sources_of_a_case_by_hand() -> None:
 
 @pytest.mark.parametrize("policy", sorted(name for name, policy in POLICIES.items() if not policy.dense))
 def test_every_list_has_the_budget_and_names_only_sources_of_its_policy(models: list[TracedModel], policy: str) -> None:
-    from dustin_sglang.explain.page import source_names
-
     names = source_names(POLICIES[policy]().budget(SIZE.budget, SIZE.sinks, SIZE.window, 0.5))
     for one in decode(models, policy).rounds:
         assert len(one.marks) == one.length
@@ -241,7 +239,7 @@ def test_standard_input_and_a_question_make_the_request(
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--prompt", "/no/such.txt"], "--prompt /no/such.txt: there is no such file"),
+        (["--prompt", "/no/such.txt"], "--prompt /no/such.txt is not a file"),
         (["--budget", "8"], "--budget is 8; it must be above --sinks plus --window, 8"),
         (["--budget", "100"], "--budget is 100; it must be below the prompt's 100 tokens"),
         (["--sinks", "-1"], "--sinks is -1; it must be at least 0"),
@@ -249,6 +247,7 @@ def test_standard_input_and_a_question_make_the_request(
         (["--policy", "dense"], "--policy is dense; it must be one of history, hybrid"),
         (["--new-tokens", "1"], "--new-tokens is 1; it must be at least 2"),
         (["--new-tokens", "5000"], "--new-tokens is 5000; it must be at most 3988"),
+        (["--device", "gpu"], "--device is gpu; it must be cpu, or a GPU that torch finds"),
         (["--rows", "2"], "--rows is 2; it must be at least 3"),
         (["--profile", "/no/such.json"], "--profile /no/such.json: No such file"),
         (["--out", "/no/such/folder/p.html"], "--out /no/such/folder/p.html: give the name of a file in a folder"),
@@ -265,7 +264,27 @@ def test_bad_arguments_are_named(
 
 def test_another_target_needs_a_draft_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--target", str(folder / "target"), "--out", str(folder / "refused.html")]) == 1
-    assert "--target needs a --draft" in capsys.readouterr().err
+    assert f"--target {folder / 'target'} needs a --draft" in capsys.readouterr().err
+
+
+def test_a_draft_that_is_no_whole_model_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = write_eagle(folder / "head", TinyLlama())
+    assert run(folder, "refused.html", "--draft", str(head)) == 1
+    assert f"{head} is a LlamaForCausalLMEagle; give a whole model" in capsys.readouterr().err
+
+
+def test_an_answer_that_ends_at_once_is_refused(models: list[TracedModel]) -> None:
+    target, draft = models
+    decoded = decode(models)
+    request = Request(target, draft, auto_profile(draft.shape, target.shape), "hybrid", SIZE, 4, capacity=100)
+    with pytest.raises(CalibrationError, match="nothing is verified"):
+        request.decode(decoded.ids[: decoded.prompt_tokens], 14, decoded.ids[decoded.prompt_tokens], lambda done: None)
+
+
+def test_a_prompt_that_is_not_text_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "bytes.txt").write_bytes(b"\xff\xfe")
+    assert run(folder, "refused.html", "--prompt", str(folder / "bytes.txt")) == 1
+    assert "bytes.txt: 'utf-8' codec" in capsys.readouterr().err
 
 
 def test_a_prompt_beyond_the_models_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,25 +16,23 @@ from pathlib import Path
 
 import torch
 
-from dustin_sglang.calibrate.checks import check_vocabulary, require
+from dustin_sglang.calibrate.checks import check_vocabulary
 from dustin_sglang.calibrate.mass import ListSize
 from dustin_sglang.calibrate.trace import CalibrationError, TracedModel
 from dustin_sglang.config import DustinConfig
+from dustin_sglang.explain.checks import CHOOSING, DRAFT, MODEL, check_arguments, check_length
 from dustin_sglang.profile import Profile, ProfileError, check_fingerprints, find_profile, load_profile
-from dustin_sglang.selection.policies import POLICIES
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_CHOOSING = sorted(name for name, policy in POLICIES.items() if not policy.dense)
-_MODEL, _DRAFT = Path(".models/smollm2"), Path(".models/smollm2-draft26")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     args = _parser().parse_args(argv)
     try:
-        _check(args)
+        check_arguments(args)
         _run(args)
-    except (CalibrationError, ProfileError, OSError, UnicodeDecodeError) as error:
+    except (CalibrationError, ProfileError, OSError) as error:
         print(f"explain: {str(error).replace('--dustin-profile', '--profile')}", file=sys.stderr)
         return 1
     return 0
@@ -47,14 +45,14 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--prompt", metavar="FILE", help="text of the request, UTF-8; - reads standard input (default: the demo's)")
     add("--question", metavar="TEXT", help="asked after it (default: nothing more; the demo's for the demo's text)")
-    add("--target", type=Path, default=_MODEL, metavar="MODEL", help="folder of the target (default: %(default)s)")
+    add("--target", type=Path, default=MODEL, metavar="MODEL", help="folder of the target (default: %(default)s)")
     add("--draft", type=Path, metavar="MODEL", help=f"folder of its draft, a whole model (default, for the default "
-        f"target: {_DRAFT})")  # fmt: skip
+        f"target: {DRAFT})")  # fmt: skip
     add("--out", type=Path, required=True, metavar="PAGE", help="HTML file to write")
     add("--budget", type=int, default=default.budget, metavar="K", help="positions of a list (default: %(default)s)")
     add("--sinks", type=int, default=default.sinks, metavar="N", help="first positions (default: %(default)s)")
     add("--window", type=int, default=default.window, metavar="N", help="last positions (default: %(default)s)")
-    add("--policy", default=default.policy, help=f"one of {', '.join(_CHOOSING)} (default: %(default)s)")
+    add("--policy", default=default.policy, help=f"one of {', '.join(CHOOSING)} (default: %(default)s)")
     add("--profile", default=default.profile, metavar="FILE", help="JSON file of the scoring heads, or auto (default)")
     add("--new-tokens", type=int, default=32, metavar="N", help="tokens of the answer, to be reached (default: "
         "%(default)s)")  # fmt: skip
@@ -62,29 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     add("--dtype", choices=_DTYPES, default=None, help="default: bfloat16 on a GPU, float32 on a CPU")
     return parser
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Refuse what cannot work, before a model is loaded."""
-    if args.draft is None:
-        if args.target != _MODEL:
-            raise CalibrationError(
-                "--target needs a --draft; python -m dustin_sglang.make_draft makes one of any model"
-            )
-        args.draft = _DRAFT
-    require("--policy", args.policy, args.policy in _CHOOSING, "one of " + ", ".join(_CHOOSING))
-    require("--sinks", args.sinks, args.sinks >= 0, "at least 0")
-    require("--window", args.window, args.window >= 0, "at least 0")
-    protected = args.sinks + args.window
-    require("--budget", args.budget, args.budget > protected, f"above --sinks plus --window, {protected}")
-    require("--new-tokens", args.new_tokens, args.new_tokens >= 2, "at least 2: the prefill gives the first one")
-    require("--rows", args.rows, args.rows >= 3, "at least 3: a draft takes two steps or more")
-    if args.prompt not in (None, "-") and not Path(args.prompt).is_file():
-        raise CalibrationError(
-            f"--prompt {args.prompt}: there is no such file; give a text file, or - for standard input"
-        )
-    if not args.out.parent.is_dir() or args.out.is_dir():
-        raise CalibrationError(f"--out {args.out}: give the name of a file in a folder that exists")
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -105,7 +80,7 @@ def _run(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     prompt = encode(tokenizer, text)
     capacity = len(prompt) + args.new_tokens + 2 * args.rows
-    _check_length(args, len(prompt), min(target.max_tokens, draft.max_tokens))
+    check_length(args, len(prompt), min(target.max_tokens, draft.max_tokens))
 
     size = ListSize(args.budget, args.sinks, args.window)
     request = Request(target, draft, profile, args.policy, size, args.rows, capacity)
@@ -123,12 +98,21 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _read(args: argparse.Namespace) -> str:
-    """The user's message."""
+    """Return the user's message.
+
+    Raises
+    ------
+    CalibrationError
+        It is not UTF-8.
+    """
     from dustin_sglang.demo.case import load_case
 
     if args.prompt is None:
         return load_case(question=args.question).prompt
-    text = sys.stdin.read() if args.prompt == "-" else Path(args.prompt).read_text(encoding="utf-8")
+    try:
+        text = sys.stdin.read() if args.prompt == "-" else Path(args.prompt).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CalibrationError(f"--prompt {args.prompt}: {error}") from error
     return text if args.question is None else f"{text}\n\n{args.question}"
 
 
@@ -139,16 +123,6 @@ def _profile(args: argparse.Namespace, target: TracedModel, draft: TracedModel) 
     profile = load_profile(args.profile, draft.shape, target.shape)
     check_fingerprints(profile, paths)
     return profile
-
-
-def _check_length(args: argparse.Namespace, prompt: int, most: int) -> None:
-    """Refuse a prompt that is read whole, and one that the models have no room for."""
-    allowed = f"below the prompt's {prompt} tokens: a context within the budget is read whole, and nothing is chosen"
-    require("--budget", args.budget, args.budget < prompt, allowed)
-    room = most - prompt - 2 * args.rows
-    if room < 2:
-        raise CalibrationError(f"--prompt has {prompt} tokens; these models take {most - 2 * args.rows - 2} at most")
-    require("--new-tokens", args.new_tokens, args.new_tokens <= room, f"at most {room} behind the prompt")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dustin_sglang.explain.heat import LEVELS, heat
 from dustin_sglang.explain.plot import plot, x_of
+from dustin_sglang.explain.prompt import PART_OF_CHARACTER
 from dustin_sglang.explain.rounds import Decoded, Round
 from dustin_sglang.explain.sources import BOTH, LOOKAHEAD, PROTECTED, REST, UNLISTED
 from dustin_sglang.explain.stability import with_first, with_previous
@@ -208,7 +209,9 @@ def _text(first: Round, pieces: Sequence[str]) -> str:
     )
     return (
         '<h2>The context</h2><p class="note">The strip shows where listed positions lie, from the first token to the '
-        'last; the text shows them as tokens.<span class="script"> A click on the strip shows that place.</span></p>'
+        f"last; the text shows them as tokens. {_LINE_BREAK} is a line break, {PART_OF_CHARACTER} a part of the next "
+        "character."
+        '<span class="script"> A click on the strip shows that place.</span></p>'
         f'<svg id="strip" role="img" aria-label="listed positions from the first to the last token" '
         f'viewBox="0 0 {total} 1" preserveAspectRatio="none">{rects}</svg>'
         f'<div id="text" tabindex="0" role="region" aria-label="the context with shaded positions">{drawn}</div>'

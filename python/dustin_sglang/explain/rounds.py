@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from dustin_sglang.calibrate.mass import ListSize, listed_mass
-from dustin_sglang.calibrate.trace import TracedModel
+from dustin_sglang.calibrate.trace import CalibrationError, TracedModel
 from dustin_sglang.explain.cached import CachedModel, Forward
 from dustin_sglang.explain.sources import sources
 from dustin_sglang.profile import ModelShape, Profile
@@ -107,8 +107,15 @@ class Request:
             More tokens than a list holds.
         progress
             Called with the number of new tokens.
+
+        Raises
+        ------
+        CalibrationError
+            The answer ends with its first token, so that nothing is verified.
         """
         ids = [*prompt, self._target.prefill(prompt)]
+        if ids[-1] == end:
+            raise CalibrationError("the target has no answer to this prompt, so nothing is verified; add a --question")
         first = self._draft.prefill(ids[1:])
         self._policy.prefilled(torch.zeros(1, dtype=torch.int64))
         rounds: list[Round] = []
