@@ -19,16 +19,16 @@ def check_settings(settings: Settings) -> None:
     """
     each = 2 * WINDOWS_A_PASSAGE
     good = settings.windows > 0 and settings.windows % each == 0
-    _require("--windows", settings.windows, good, f"a positive multiple of {each}: prose and needles take turns")
-    _require("--rows", settings.rows, settings.rows >= 2, "at least 2")
-    _require("--sinks", settings.sinks, settings.sinks >= 0, "at least 0")
-    _require("--window", settings.window, settings.window >= 0, "at least 0")
+    require("--windows", settings.windows, good, f"a positive multiple of {each}: prose and needles take turns")
+    require("--rows", settings.rows, settings.rows >= 2, "at least 2")
+    require("--sinks", settings.sinks, settings.sinks >= 0, "at least 0")
+    require("--window", settings.window, settings.window >= 0, "at least 0")
     free = settings.sinks + settings.window
-    _require("--budget", settings.budget, settings.budget > free, f"above --sinks plus --window, {free}")
+    require("--budget", settings.budget, settings.budget > free, f"above --sinks plus --window, {free}")
     shortest = settings.context - settings.context // 4
-    _require("--context", settings.context, shortest > settings.budget, "above 4/3 of --budget, to leave a choice")
-    _require("--cost", settings.cost, 0 < settings.cost <= 1, "above 0 and at most 1")
-    _require("--trials", settings.trials, settings.trials >= 1, "at least 1")
+    require("--context", settings.context, shortest > settings.budget, "above 4/3 of --budget, to leave a choice")
+    require("--cost", settings.cost, 0 < settings.cost <= 1, "above 0 and at most 1")
+    require("--trials", settings.trials, settings.trials >= 1, "at least 1")
 
 
 def check_files(texts: list[Path], out: Path) -> None:
@@ -54,16 +54,28 @@ def check_pair(target: TracedModel, draft: TracedModel, settings: Settings) -> N
     CalibrationError
         One of it does not hold.
     """
+    check_vocabulary(target, draft)
+    beyond = (WINDOWS_A_PASSAGE - 1) * WINDOW_DISTANCE + settings.rows
+    most = min(target.max_tokens, draft.max_tokens) - beyond
+    require("--context", settings.context, settings.context <= most, f"at most {most} for these models")
+
+
+def check_vocabulary(target: TracedModel, draft: TracedModel) -> None:
+    """Check that the draft speaks the target's vocabulary.
+
+    Raises
+    ------
+    CalibrationError
+        It does not.
+    """
     if target.vocab_size != draft.vocab_size:
         raise CalibrationError(
             f"--draft {draft.path} has {draft.vocab_size} tokens, --target {target.path} {target.vocab_size}: a draft "
             "has the target's vocabulary"
         )
-    beyond = (WINDOWS_A_PASSAGE - 1) * WINDOW_DISTANCE + settings.rows
-    most = min(target.max_tokens, draft.max_tokens) - beyond
-    _require("--context", settings.context, settings.context <= most, f"at most {most} for these models")
 
 
-def _require(flag: str, value: object, good: bool, allowed: str) -> None:
+def require(flag: str, value: object, good: bool, allowed: str) -> None:
+    """Raise CalibrationError, which names flag, value and range, unless the value is good."""
     if not good:
         raise CalibrationError(f"{flag} is {value}; it must be {allowed}")

@@ -6,6 +6,7 @@ goes through that registry (Llama, Qwen2, Qwen3, Mistral and others). It attends
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -74,6 +75,9 @@ class TracedModel:
 
         if not (path / "config.json").is_file():
             raise CalibrationError(f"{path} is not a model folder: it has no config.json (hubs are not looked up)")
+        for name in json.loads((path / "config.json").read_text()).get("architectures") or []:
+            if "Eagle" in name:  # transformers would make up the weights that such a head lacks
+                raise CalibrationError(f"{path} is a {name}; give a whole model")
         ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
         try:
             self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=_NAME)
