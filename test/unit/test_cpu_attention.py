@@ -339,7 +339,7 @@ def factory(name: str, steps: int = 3) -> DraftBackendFactory:
     return DraftBackendFactory(server_args, runner, topk=2, speculative_num_steps=steps)
 
 
-def test_installing_takes_one_name_and_two_hooks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installing_takes_one_name_and_each_hook_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a registry of the test's own: a plugin may have installed the backends for the whole session."""
     registry, hooks = {"torch_native": "stock", "flashinfer": "stock"}, []
     monkeypatch.setattr(attention_registry, "ATTENTION_BACKENDS", registry)
@@ -349,8 +349,13 @@ def test_installing_takes_one_name_and_two_hooks_once(monkeypatch: pytest.Monkey
     install.install()
     assert registry == {"torch_native": install.create_backend, "flashinfer": "stock"}
     factory_name = f"{DraftBackendFactory.__module__}.DraftBackendFactory"
-    methods = ("create_decode_backend", "create_draft_extend_backend")
-    assert hooks == [(f"{factory_name}.{method}", HookType.AROUND) for method in methods]
+    assert hooks == [
+        (f"{factory_name}.create_decode_backend", HookType.AROUND),
+        (f"{factory_name}.create_draft_extend_backend", HookType.AROUND),
+        ("sglang.srt.speculative.eagle_utils.eagle_sample", HookType.AROUND),
+        ("sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask", HookType.REPLACE),
+        ("sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask", HookType.AROUND),
+    ]
     assert isinstance(install.create_backend(World().runner), CpuAttnBackend)
 
 

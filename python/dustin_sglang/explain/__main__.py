@@ -21,7 +21,8 @@ from dustin_sglang.calibrate.mass import ListSize
 from dustin_sglang.calibrate.trace import CalibrationError, TracedModel
 from dustin_sglang.config import DustinConfig
 from dustin_sglang.explain.checks import CHOOSING, DRAFT, MODEL, check_arguments, check_length
-from dustin_sglang.profile import Profile, ProfileError, check_fingerprints, find_profile, load_profile
+from dustin_sglang.profile import Profile, check_fingerprints, find_profile, load_profile
+from dustin_sglang.profile_file import ProfileError
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
