@@ -161,25 +161,21 @@ def measure(reading: Reading, methods: Sequence[Method], size: ListSize) -> dict
         float64 ``[windows, COLUMNS]`` each: KL(dense || sparse) in nats a row, share of rows with the dense best token,
         captured mass as a share of the best single list's, and -log p of the text's own next tokens, sparse and dense.
     """
-    lists = {method: reading.lists(method, size) for method in methods}
-    values = {method: torch.zeros(len(reading.lengths), len(COLUMNS), dtype=torch.float64) for method in methods}
+    layers = reading.oracle.shape[1]
+    # int64 [windows, methods, layers, budget]
+    lists = torch.stack([reading.lists(method, size).expand(-1, layers, -1) for method in methods], dim=1).long()
+    tables = []
     for w, n in enumerate(reading.lengths):
-        following = torch.tensor(reading.ids[n + 1 : n + reading.rows + 1], device=reading.oracle.device)
+        following = torch.tensor(reading.ids[n + 1 : n + reading.rows + 1], device=lists.device)
         dense = reading.dense(w)
-        dense_nll = -float(dense.gather(1, following[:, None]).mean())
-        for groups in dict.fromkeys(method.groups for method in methods):
-            alike = [method for method in methods if method.groups == groups]
-            # A context within the budget is listed whole.
-            chosen = torch.stack([lists[method][w] for method in alike])[:, :, :n].long()  # [methods, groups, budget]
-            masses = captured_masses(chosen, reading.oracle[w, :, :n], size)
-            distinct, which = chosen.unique(dim=0, return_inverse=True)
-            parts = [verify_and_compare(reading, n, some, dense, following) for some in distinct.split(AT_ONCE)]
-            compared = torch.cat(parts)[which]
-            for i, method in enumerate(alike):
-                kl, agreement, nll = compared[i].tolist()
-                row = [kl, agreement, float(masses[i]), nll, dense_nll]
-                values[method][w] = torch.tensor(row, dtype=torch.float64)
-    return values
+        chosen = lists[w, :, :, :n]  # a context within the budget is listed whole
+        distinct, which = chosen.unique(dim=0, return_inverse=True)
+        parts = [verify_and_compare(reading, n, some, dense, following) for some in distinct.split(AT_ONCE)]
+        kl, agreement, nll = torch.cat(parts)[which].unbind(1)
+        dense_nll = -dense.gather(1, following[:, None]).mean().expand(len(methods))
+        masses = captured_masses(chosen, reading.oracle[w, :, :n], size)
+        tables.append(torch.stack([kl, agreement, masses, nll, dense_nll], dim=1).double().cpu())
+    return dict(zip(methods, torch.stack(tables, dim=1)))
 
 
 def verify_and_compare(
@@ -190,12 +186,11 @@ def verify_and_compare(
     Parameters
     ----------
     lists
-        int64 ``[lists, groups, budget]``.
+        int64 ``[lists, layers, budget]``.
     dense
         Log-probabilities ``[rows, vocab]``.
     """
-    by_layer = lists[:, 0] if lists.shape[1] == 1 else lists.transpose(0, 1)
-    sparse = reading.prefix.verify(n, reading.rows, by_layer).log_softmax(-1)
+    sparse = reading.prefix.verify(n, reading.rows, lists.transpose(0, 1)).log_softmax(-1)
     kl = (dense.exp() * (dense - sparse)).sum(-1).mean(-1)
     agreement = (dense.argmax(-1) == sparse.argmax(-1)).float().mean(-1)
     nll = -sparse.gather(2, following[None, :, None].expand(len(lists), -1, 1)).mean((1, 2))
@@ -208,15 +203,12 @@ def captured_masses(lists: torch.Tensor, oracle: torch.Tensor, size: ListSize) -
     Parameters
     ----------
     lists
-        int64 ``[lists, groups, budget]`` of one window.
+        int64 ``[lists, layers, budget]`` of one window.
     oracle
         float32 ``[layers, context]``.
     """
     middle = oracle.clone()
     middle[:, : size.sinks] = 0
     middle[:, oracle.shape[1] - size.window :] = 0
-    total = middle.sum(0)
-    best = total.topk(min(size.free, len(total))).values.sum()
-    grouped = total.unsqueeze(0) if lists.shape[1] == 1 else middle
-    held = grouped.expand(len(lists), -1, -1).gather(2, lists)
-    return held.sum((1, 2)) / best
+    best = middle.sum(0).topk(min(size.free, middle.shape[1])).values.sum()
+    return middle.expand(len(lists), -1, -1).gather(2, lists).sum((1, 2)) / best

@@ -42,9 +42,7 @@ class Prefix:
         Is shown every layer of this prefill too.
     """
 
-    def __init__(
-        self, target: TracedModel, ids: list[int], see: Callable[[Layer], None] = lambda layer: None
-    ) -> None:
+    def __init__(self, target: TracedModel, ids: list[int], see: Callable[[Layer], None] = lambda layer: None) -> None:
         self._target, self._ids, self._see = target, ids, see
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
