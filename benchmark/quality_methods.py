@@ -12,7 +12,8 @@ from dustin_sglang.selection.heads import Heads
 from dustin_sglang.selection.policies import POLICIES
 
 ORACLE = "oracle"  # the best list, which no policy can know: for analysis only
-CHOICES = (ORACLE, *(name for name, policy in POLICIES.items() if not policy.dense))
+_OURS = ("hybrid", "hybrid-sum", "lookahead", "history")
+CHOICES = (ORACLE, *_OURS, *(name for name, policy in POLICIES.items() if not policy.dense and name not in _OURS))
 RANDOM_LAYERS, RANDOM_HEADS = 3, 4  # the paper's numbers for the draft; the target has one layer
 
 
@@ -63,9 +64,9 @@ def make_methods(
     return methods
 
 
-def make_profiles(names: Sequence[str], shapes: Mapping[str, ModelShape], paths: Mapping[str, Path], seed: int) -> dict[
-    str, Profile
-]:  # fmt: skip
+def make_profiles(
+    names: Sequence[str], shapes: Mapping[str, ModelShape], paths: Mapping[str, Path], seed: int
+) -> dict[str, Profile]:
     """Profiles by name.
 
     Parameters
