@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import attention
 import end_to_end
@@ -135,12 +136,15 @@ def plot_serving(rows: Sequence[Row]) -> Figure | None:
 def plot_quality(rows: Sequence[Row]) -> Figure | None:
     """KL to dense against the budget, a panel a task, a line a method; None without rows.
 
-    Drawn are the models and the context of the newest row, and of the profiles the first.
+    Drawn are the models, the context and the seed that have the most rows, and of the profiles the first.
     """
     if not rows:
         return None
-    same = ("model", "draft", "context", "rows", "dtype")
-    rows = [row for row in rows if all(row[field] == rows[-1][field] for field in same)]
+    sets: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        same = tuple(row[field] for field in ("model", "draft", "context", "rows", "dtype", "seed"))
+        sets.setdefault(same, []).append(row)
+    rows = max(sets.values(), key=len)
     first = next((row["profile"] for row in rows if row["profile"] is not None), None)
     rows = [row for row in rows if row["profile"] in (None, first)]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
