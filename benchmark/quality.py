@@ -93,9 +93,15 @@ class Quality:
         first, profile = next(iter(profiles.items()))
         self._default = Method("hybrid", 1, first, profile.lookahead_share)
 
-    def run(self, results: Results) -> None:
-        """Add the rows that `results` does not have; the time left is shared evenly by the tasks and contexts left."""
-        start, minutes = time.monotonic(), self._args.minutes
+    def run(self, results: Results, start: float) -> None:
+        """Add the rows that `results` does not have; the time left is shared evenly by the tasks and contexts left.
+
+        Parameters
+        ----------
+        start
+            From when --minutes count, as `time.monotonic` gives it.
+        """
+        minutes = self._args.minutes
         places = [(task, context) for context in self._args.contexts for task in self._args.tasks]
         pending = [(task, context) for task, context in places if not self._is_done(task, context, results)]
         for count, (task, context) in enumerate(pending):
@@ -243,6 +249,7 @@ def _run(args: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
     from transformers import logging as transformers_logging
 
+    start = time.monotonic()
     transformers_logging.disable_progress_bar()
     args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
     target, draft = (TracedModel(path, args.device, getattr(torch, args.dtype)) for path in (args.target, args.draft))
@@ -253,7 +260,7 @@ def _run(args: argparse.Namespace) -> None:
     settings |= {name: [file.name for file in getattr(args, name)] for name in ("prose", "code")}
     results = Results(args.json, KEY, settings, describe_run(), resume=args.resume, any_commit=args.any_commit)
     quality = Quality(target, draft, AutoTokenizer.from_pretrained(args.target), profiles, args)
-    quality.run(results)
+    quality.run(results, start)
     print(render(results.rows))
 
 
