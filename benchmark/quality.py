@@ -177,10 +177,10 @@ def render(rows: Sequence[Row]) -> str:
         here = [row for row in rows if (row["task"], row["context"]) == (task, context)]
         ks = sorted({row["k"] for row in here})
         lines.append(f"\n{task}, {context} tokens, n = {here[0]['n']}: KL [95%] / agreement / captured mass")
-        lines.append(f"{'':<44}" + "".join(f"{f'k = {k}':^38}" for k in ks))
+        lines.append(f"{'':<44}" + "".join(f"{f'k = {k}':^42}" for k in ks))
         for name in dict.fromkeys(map(name_of, here)):
             by_k = {row["k"]: row for row in here if name_of(row) == name}
-            lines.append(f"{name:<44}" + "".join(f"{_cell(by_k[k]) if k in by_k else '':^38}" for k in ks))
+            lines.append(f"{name:<44}" + "".join(f"{_cell(by_k[k]) if k in by_k else '':^42}" for k in ks))
     return "\n".join(lines)
 
 
