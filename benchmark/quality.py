@@ -171,7 +171,7 @@ def name_of(row: Row) -> str:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """A table of each task and context: KL over the oracle's, KL, agreement and mass by method and k."""
+    """A table of each task and context: KL with its interval, agreement and captured mass by method and k."""
     lines = []
     for task, context in dict.fromkeys((row["task"], row["context"]) for row in rows):
         here = [row for row in rows if (row["task"], row["context"]) == (task, context)]
