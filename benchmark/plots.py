@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import attention
 import end_to_end
 import matplotlib
+import quality
 import serving_sweep
 from engine_options import ENGINES
 from results import ROOT, Row, latest_rows, read_runs
@@ -131,6 +133,39 @@ def plot_serving(rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
+def plot_quality(rows: Sequence[Row]) -> Figure | None:
+    """KL to dense against the budget, a panel a task, a line a method; None without rows.
+
+    Drawn are the models, the context and the seed that have the most rows, and of the profiles the first.
+    """
+    if not rows:
+        return None
+    sets: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        same = tuple(row[field] for field in ("model", "draft", "context", "rows", "dtype", "seed"))
+        sets.setdefault(same, []).append(row)
+    rows = max(sets.values(), key=len)
+    first = next((row["profile"] for row in rows if row["profile"] is not None), None)
+    rows = [row for row in rows if row["profile"] in (None, first)]
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure, grid = pyplot.subplots(1, len(tasks), figsize=(4 * len(tasks), 4), squeeze=False, sharey=True)
+    colours = pyplot.get_cmap("tab20").colors
+    for axes, task in zip(grid[0], tasks):
+        here = [row for row in rows if row["task"] == task]
+        for colour, name in zip(colours, dict.fromkeys(map(quality.name_of, rows))):
+            points = sorted((row["k"], row["kl"]) for row in here if quality.name_of(row) == name)
+            if points:
+                label = name.replace(f" ({first})", "")
+                axes.plot(*zip(*points), label=label, color=colour, marker="o", markersize=3)
+        ks = sorted({row["k"] for row in here})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ks, list(map(str, ks)))
+        axes.set_yscale("log")
+        title = f"{task}, {here[0]['context']:,} tokens, n = {here[0]['n']}"
+        _label(axes, title, "k", "KL to dense, nats", legend=task == tasks[-1])
+    return figure
+
+
 def _comparable(rows: Sequence[Row]) -> list[Row]:
     """Measured rows of the target, the acceptance and the parallelism of the newest one."""
     measured = [row for row in rows if "tok_s" in row]
@@ -156,11 +191,13 @@ def draw_all(results: Path, out: Path, *, shape: str, batch: int, k: int) -> lis
     attention_rows = latest_rows(read_runs(results / "attention.json"), attention.KEY)
     engine_rows = latest_rows(read_runs(results / "end_to_end.json"), end_to_end.KEY)
     serving_rows = latest_rows(read_runs(results / "serving.json"), serving_sweep.KEY)
+    quality_rows = latest_rows(read_runs(results / "quality.json"), quality.KEY)
     plots: dict[str, Callable[[], Figure | None]] = {
         "attention.png": lambda: plot_attention(attention_rows, shape=shape, batch=batch, k=k),
         "end_to_end.png": lambda: plot_end_to_end(engine_rows),
         "step_time.png": lambda: plot_step(engine_rows),
         "serving.png": lambda: plot_serving(serving_rows),
+        "quality.png": lambda: plot_quality(quality_rows),
     }
     out.mkdir(parents=True, exist_ok=True)
     drawn = []

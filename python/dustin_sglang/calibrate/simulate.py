@@ -5,6 +5,7 @@ The prefix keeps its dense keys and values, as at the first sparse verification 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,10 +32,18 @@ class Outcome:
 
 
 class Prefix:
-    """Keys and values of a text in every layer of the target."""
+    """Keys and values of a text in every layer of the target.
 
-    def __init__(self, target: TracedModel, ids: list[int]) -> None:
-        self._target, self._ids = target, ids
+    Parameters
+    ----------
+    target, ids
+        The model and the text; reading it costs one prefill.
+    see
+        Is shown every layer of this prefill too.
+    """
+
+    def __init__(self, target: TracedModel, ids: list[int], see: Callable[[Layer], None] = lambda layer: None) -> None:
+        self._target, self._ids, self._see = target, ids, see
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
         self._dense: dict[tuple[int, int], torch.Tensor] = {}
@@ -43,6 +52,7 @@ class Prefix:
     def _keep(self, layer: Layer) -> None:
         self._keys.append(layer.k.clone())
         self._values.append(layer.v.clone())
+        self._see(layer)
 
     def verify(self, n: int, rows: int, lists: torch.Tensor) -> torch.Tensor:
         """Verify the tokens n .. n + rows - 1 over several lists of the first n positions, in one forward.
@@ -50,23 +60,24 @@ class Prefix:
         Parameters
         ----------
         lists
-            int ``[lists, budget]``.
+            int ``[lists, budget]``, or ``[layers, lists, budget]`` where each layer reads lists of its own.
 
         Returns
         -------
         torch.Tensor
             Logits float32 ``[lists, rows, vocab]``.
         """
-        count = lists.shape[0]
+        count = lists.shape[-2]
         lists = lists.long().to(self._keys[0].device)
 
         def attend(layer: Layer) -> torch.Tensor:
             # Each list is a sequence of its own: (KV head, list) takes the place of the KV head.
             kv_heads, group = layer.k.shape[0], layer.q.shape[0] // layer.k.shape[0]
+            own = lists[layer.index] if lists.dim() == 3 else lists
             split = (kv_heads, group, count, rows, -1)
             q = layer.q.reshape(split).transpose(1, 2).flatten(0, 2)
-            keys = self._with_own(self._keys[layer.index], layer.k, lists)
-            values = self._with_own(self._values[layer.index], layer.v, lists)
+            keys = self._with_own(self._keys[layer.index], layer.k, own)
+            values = self._with_own(self._values[layer.index], layer.v, own)
             weights = attention_weights(q, keys, layer.scale, own_rows=True).to(values.dtype)
             out = weights.unflatten(0, (-1, group)) @ values.unsqueeze(1)
             return out.unflatten(0, (kv_heads, count)).transpose(1, 2).reshape(layer.q.shape)

@@ -96,7 +96,7 @@ class Texts:
         """
         if number % 2:
             return self._with_needle(number)
-        ids = self._draw(number, self._context + self._rows)
+        ids = self.draw(number // 2, str(number), self._context + self._rows)
         distance = self._context // (2 * WINDOWS_A_PASSAGE)
         lengths = [self._context - i * distance for i in reversed(range(WINDOWS_A_PASSAGE))]
         return Passage(ids, lengths, None)
@@ -105,28 +105,36 @@ class Texts:
         draw = random.Random(f"{self._seed} needle {number}")
         place = _PLACES[number // 2 % len(_PLACES)]
         phrase = " ".join(draw.sample(_WORDS, 3)) + f" {draw.randint(1000, 9999)}"
-        fact = self._encode(f"\n\nThe safe of the {place} opens with the code {phrase}.\n\n")
-        question = self._encode(f"\n\nQuestion: Which code opens the safe of the {place}?\nAnswer: The code is")
-        answer = self._encode(f" {phrase}.\n\nQuestion:")
-        haystack = self._draw(number, self._context - len(fact) - len(question))
+        fact = self.encode(f"\n\nThe safe of the {place} opens with the code {phrase}.\n\n")
+        question = self.encode(f"\n\nQuestion: Which code opens the safe of the {place}?\nAnswer: The code is")
+        answer = self.encode(f" {phrase}.\n\nQuestion:")
+        haystack = self.draw(number // 2, str(number), self._context - len(fact) - len(question))
         start = draw.randint(len(haystack) // 10, len(haystack) * 9 // 10)
         before = haystack[:start] + fact + haystack[start:] + question
         # The first verification starts from the answer's first token, which a prefill gives.
         lengths = [len(before) + i * WINDOW_DISTANCE for i in range(WINDOWS_A_PASSAGE)]
         ids = (before + answer + haystack)[: lengths[-1] + self._rows]
-        spoken = len(self._encode(f" {phrase}"))
+        spoken = len(self.encode(f" {phrase}"))
         return Passage(
             ids, lengths, Needle((start, start + len(fact)), (len(before), min(len(before) + spoken, len(ids))))
         )
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, without special ones."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _draw(self, number: int, tokens: int) -> list[int]:
-        index = number // 2 % len(self._texts)
+    def draw(self, file: int, name: str, tokens: int) -> list[int]:
+        """Tokens from a place in a file that depends on the seed and on `name`; files are counted round and round.
+
+        Raises
+        ------
+        CalibrationError
+            The file is too short.
+        """
+        index = file % len(self._texts)
         text, wanted = self._texts[index], tokens * _CHARACTERS_A_TOKEN
         first, last = int(len(text) * _FRONT_MATTER), max(len(text) - wanted, 0)
-        start = random.Random(f"{self._seed} {number}").randint(min(first, last), last)
+        start = random.Random(f"{self._seed} {name}").randint(min(first, last), last)
         # A tokenizer warns of texts beyond the model's length; only the beginning of this one is used.
         ids = self._tokenizer(text[start : start + wanted], verbose=False)["input_ids"][:tokens]
         if len(ids) < tokens:

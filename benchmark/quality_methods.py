@@ -1,0 +1,113 @@
+"""What quality compares: ways to choose a list, and the profiles that they choose by."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dustin_sglang.profile import ModelShape, Profile, auto_profile, find_profile, load_profile
+from dustin_sglang.selection.heads import Heads
+from dustin_sglang.selection.policies import POLICIES
+
+ORACLE = "oracle"  # the best list, which no policy can know: for analysis only
+_OURS = ("hybrid", "hybrid-sum", "lookahead", "history")
+CHOICES = (ORACLE, *_OURS, *(name for name, policy in POLICIES.items() if not policy.dense and name not in _OURS))
+RANDOM_LAYERS, RANDOM_HEADS = 3, 4  # the paper's numbers for the draft; the target has one layer
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to choose a list.
+
+    Attributes
+    ----------
+    policy
+        One of `CHOICES`.
+    groups
+        Groups of layers with a list each: 1, or the target's layers.
+    profile
+        Name of the profile; None where no signal is used.
+    share
+        Lookahead share; None where the policy has no split.
+    """
+
+    policy: str
+    groups: int = 1
+    profile: str | None = None
+    share: float | None = None
+
+
+def make_methods(
+    policies: Sequence[str], profiles: Mapping[str, Profile], shares: Sequence[float], layers: int
+) -> list[Method]:
+    """Methods of the policies under each profile; the one-list oracle comes first, since it is the unit of the others.
+
+    Parameters
+    ----------
+    shares
+        Lookahead shares for ``hybrid`` beside each profile's own.
+    layers
+        Of the target.
+    """
+    methods = [Method(ORACLE)]
+    for policy in policies:
+        if policy == ORACLE:
+            methods.append(Method(ORACLE, groups=layers))
+        elif not (POLICIES[policy].uses_lookahead or POLICIES[policy].uses_history):
+            methods.append(Method(policy))
+        else:
+            for name, profile in profiles.items():
+                own = [profile.lookahead_share, *shares] if policy == "hybrid" else [None]
+                methods += [Method(policy, 1, name, share) for share in dict.fromkeys(own)]
+    return methods
+
+
+def make_profiles(
+    names: Sequence[str], shapes: Mapping[str, ModelShape], paths: Mapping[str, Path], seed: int
+) -> dict[str, Profile]:
+    """Profiles by name.
+
+    Parameters
+    ----------
+    names
+        ``auto`` as at a launch, ``automatic`` for the one of unmeasured pairs, ``all-heads`` of the draft's upper half,
+        ``random-heads`` (3 draft layers x 4 heads and 1 target layer x 4, by `seed`), or a file.
+    shapes, paths
+        Of ``draft`` and ``target``.
+
+    Raises
+    ------
+    ProfileError
+        A file that is missing, malformed or for other shapes.
+    ValueError
+        Two profiles of one name.
+    """
+    draft, target = shapes["draft"], shapes["target"]
+    profiles: dict[str, Profile] = {}
+    for name in names:
+        if name == "auto":
+            profile = find_profile(draft, target, {role: str(path) for role, path in paths.items()})
+            name = profile.name if profile.name != "auto" else "automatic"
+        elif name == "automatic":
+            profile = auto_profile(draft, target)
+        elif name == "all-heads":
+            upper = tuple((layer, tuple(range(draft.heads))) for layer in range(draft.layers // 2, draft.layers))
+            profile = Profile(draft, target, Heads(upper), auto_profile(draft, target).history, name=name)
+        elif name == "random-heads":
+            draws = random.Random(seed)
+            profile = Profile(draft, target, _draw(draws, draft, RANDOM_LAYERS), _draw(draws, target, 1), name=name)
+        else:
+            profile = load_profile(name, draft, target)
+            name = profile.name
+        if name in profiles:
+            raise ValueError(f"--profile: two profiles are called {name}; give each once, and files different names")
+        profiles[name] = profile
+    return profiles
+
+
+def _draw(draws: random.Random, shape: ModelShape, layers: int) -> Heads:
+    chosen = sorted(draws.sample(range(shape.layers), min(layers, shape.layers)))
+    heads = range(shape.heads)
+    return Heads(tuple((layer, tuple(sorted(draws.sample(heads, min(RANDOM_HEADS, shape.heads))))) for layer in chosen))
