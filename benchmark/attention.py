@@ -25,7 +25,7 @@ import floors
 import torch
 from attention_methods import DENSE, SELECTED, SPARSE, DoesNotFit, Step, dense_step, parts, selected_step, sparse_step
 from pools import Arena, Cell, Workload
-from results import Deadline, Results, Row, describe_run, progress
+from results import Deadline, Results, Row, add_run_options, describe_run, progress
 from selection_chain import SINKS, WINDOW, scored_heads, scored_layers
 from shapes import ATTENTION_SHAPES
 from timing import GraphTimer, Timing
@@ -192,10 +192,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s of the floors (a copy on one H200)")
     parser.add_argument("--arena-gib", type=float, default=90, help="memory for KV pools")
     parser.add_argument("--repeats", type=int, default=30, help="most replays of a graph")
-    parser.add_argument("--minutes", type=float, help="stop before the row that would start later")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--resume", action="store_true", help="skip rows of --json that this commit measured")
-    parser.add_argument("--any-commit", action="store_true", help="with --resume: or any other commit")
+    add_run_options(parser)
     args = parser.parse_args(arguments)
     args.methods = sorted({name for method in args.methods for name in GROUPS.get(method, (method,))})
     if args.g < 2:

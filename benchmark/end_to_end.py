@@ -33,7 +33,7 @@ from engine_options import (
     row_key,
     set_environment,
 )
-from results import ROOT, Deadline, Results, Row, describe_run, progress
+from results import ROOT, Deadline, Results, Row, add_run_options, describe_run, progress
 from shapes import SHAPES
 from tqdm import tqdm
 from trace_summary import summarise_trace
@@ -192,10 +192,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=DEMO_TEXT, help="what prompts of real models are made of")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--trace", action="store_true", help="also profile some steps of each row")
-    parser.add_argument("--minutes", type=float, help="stop before the row that would start later")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--resume", action="store_true", help="skip rows of --json that this commit measured")
-    parser.add_argument("--any-commit", action="store_true", help="with --resume: or any other commit")
+    add_run_options(parser)
     return parser.parse_args(arguments)
 
 

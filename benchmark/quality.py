@@ -28,15 +28,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from quality_methods import CHOICES, ORACLE, Method, make_methods, make_profiles
 from quality_statistics import Bootstrap, summarise
 from quality_texts import TASKS, make_passage
 from quality_windows import Reading, measure
-from results import Deadline, Results, Row, describe_run
+from results import Deadline, Results, Row, add_run_options, describe_run
 
-from dustin_sglang.calibrate.checks import check_pair
+from dustin_sglang.calibrate.checks import check_context
 from dustin_sglang.calibrate.mass import ListSize
+from dustin_sglang.calibrate.pair import add_device_options, load_pair
 from dustin_sglang.calibrate.settings import Settings
 from dustin_sglang.calibrate.texts import Texts
 from dustin_sglang.calibrate.trace import CalibrationError, TracedModel
@@ -210,12 +210,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--sinks", type=int, default=4)
     add("--window", type=int, default=64)
     add("--seed", type=int, default=0, help="of passages, random heads and resampling")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on a GPU, float32 on a CPU")
-    add("--minutes", type=float, help="share this time among tasks and contexts; a passage that began is ended")
-    add("--resume", action="store_true", help="skip what this commit measured on this machine")
-    add("--any-commit", action="store_true", help="with --resume: or any other commit")
-    add("--json", type=Path, help="result file")
+    add_device_options(parser)
+    add_run_options(parser, minutes="share this time among tasks and contexts; a passage that began is ended")
     return parser
 
 
@@ -247,13 +243,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
-    from transformers import logging as transformers_logging
 
     start = time.monotonic()
-    transformers_logging.disable_progress_bar()
-    args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
-    target, draft = (TracedModel(path, args.device, getattr(torch, args.dtype)) for path in (args.target, args.draft))
-    check_pair(target, draft, Settings(context=max(args.contexts), rows=args.rows))
+    target, draft = load_pair(args)
+    check_context(target, draft, Settings(context=max(args.contexts), rows=args.rows))
     shapes, paths = dict(draft=draft.shape, target=target.shape), dict(draft=args.draft, target=args.target)
     profiles = make_profiles(args.profile, shapes, paths, args.seed)
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}

@@ -15,38 +15,16 @@ import argparse
 import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from sparse_draft_acceptance import QUESTIONS, describe_run
-
-from dustin_sglang.demo.case import load_case
+from demo_questions import QUESTIONS, add_options, make_prompts, start_engine, write_result
 
 
 def answer(interval: int, prompts: list[list[int]], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Answer every prompt with one engine; a row a prompt."""
-    import sglang as sgl
-
     os.environ |= {"DUSTIN_RECTIFY_INTERVAL": str(interval), "DUSTIN_BUDGET": str(args.budget)}
-    device: dict[str, Any] = (
-        dict(dtype="bfloat16", mem_fraction_static=0.5, disable_prefill_cuda_graph=True)
-        if torch.cuda.is_available()
-        else dict(dtype="float32", device="cpu", max_total_tokens=2 * max(map(len, prompts)) + 2048)
-    )
-    engine = sgl.Engine(
-        model_path=args.target,
-        speculative_algorithm="dustin",
-        speculative_draft_model_path=args.draft,
-        speculative_num_steps=3,
-        speculative_eagle_topk=1,
-        speculative_num_draft_tokens=4,
-        max_running_requests=1,
-        skip_tokenizer_init=True,
-        grammar_backend="none",
-        log_level="warning",
-        **device,
-    )
+    engine = start_engine(args, prompts)
     try:
         rows = []
         for question, prompt in zip(QUESTIONS, prompts, strict=False):
@@ -93,29 +71,19 @@ def judge(rows: list[dict[str, Any]], prompts: list[list[int]], tokenizer: Any, 
 def main() -> None:
     """Measure every interval and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default=".models/smollm2")
-    parser.add_argument("--draft", default=".models/smollm2-draft26")
+    add_options(parser, new_tokens=192)
     parser.add_argument("--intervals", nargs="+", type=int, default=[0, 16, 64])
-    parser.add_argument("--prompts", type=int, default=len(QUESTIONS), help="ask only the first questions")
-    parser.add_argument("--budget", type=int, default=512)
-    parser.add_argument("--new-tokens", type=int, default=192)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     from transformers import AutoTokenizer
 
-    tokenizer, document = AutoTokenizer.from_pretrained(args.target), load_case().document
-    messages = [[{"role": "user", "content": f"{document}\n\n{q}"}] for q in QUESTIONS[: args.prompts]]
-    prompts = [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    prompts = make_prompts(tokenizer, args.prompts)
     rows = [row for interval in args.intervals for row in answer(interval, prompts, args)]
     judge(rows, prompts, tokenizer, args)
     summary = {interval: summarise([row for row in rows if row["interval"] == interval]) for interval in args.intervals}
     for interval, means in summary.items():
         print(f"interval {interval:3}  " + "  ".join(f"{name} {value}" for name, value in means.items()))
-    if args.json:
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-        result = dict(run=describe_run(), settings=settings, summary=summary, rows=rows)
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(args, summary=summary, rows=rows)
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -57,6 +58,16 @@ def _git(*arguments: str) -> str:
     except OSError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def add_run_options(
+    parser: argparse.ArgumentParser, minutes: str = "stop before the row that would start later"
+) -> None:
+    """Add ``--minutes``, ``--json``, ``--resume`` and ``--any-commit``."""
+    parser.add_argument("--minutes", type=float, help=minutes)
+    parser.add_argument("--json", type=Path, help="result file; a run is added to those that it holds")
+    parser.add_argument("--resume", action="store_true", help="skip what --json has of this commit and machine")
+    parser.add_argument("--any-commit", action="store_true", help="with --resume: or of any other commit")
 
 
 def read_runs(path: Path) -> list[dict[str, Any]]:

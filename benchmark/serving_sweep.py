@@ -19,7 +19,7 @@ from typing import Any
 
 import requests
 from engine_options import ENGINE_KEY, add_engine_options, find_models, flags, options, row_key, set_environment
-from results import Deadline, Results, Row, describe_run, progress
+from results import Deadline, Results, Row, add_run_options, describe_run, progress
 from shapes import SHAPES
 from tqdm import tqdm
 
@@ -98,10 +98,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=30, help="about how long requests arrive in a row")
     parser.add_argument("--min-requests", type=int, default=8)
     parser.add_argument("--max-running", type=int, default=16, help="requests that a server runs at once")
-    parser.add_argument("--minutes", type=float, help="stop before the row that would start later")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--resume", action="store_true", help="skip rows of --json that this commit measured")
-    parser.add_argument("--any-commit", action="store_true", help="with --resume: or any other commit")
+    add_run_options(parser)
     return parser.parse_args(arguments)
 
 

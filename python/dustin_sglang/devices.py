@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from dustin_sglang.config import ConfigError, DustinConfig
 
 MAX_HEAD_DIM = 256  # of dustin_kernels.attend_slots
@@ -14,6 +16,12 @@ def is_cpu() -> bool:
     from sglang.srt.utils import is_cpu as sglang_is_cpu
 
     return bool(sglang_is_cpu())
+
+
+def to_device(rows: list[list[int]], device: Any) -> torch.Tensor:
+    """Copy int64 rows of one length without waiting for the device."""
+    pinned = str(device).startswith("cuda")
+    return torch.tensor(rows, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
 
 
 def attention_backend() -> str:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from dustin_sglang.devices import to_device
+
 
 def cumulate_runs(original: Callable[[Any], None], batch: Any) -> None:
     """Wrap `ScheduleBatch.cumulate_penalty_output_tokens`; batches of other algorithms are left to `original`."""
@@ -23,9 +25,8 @@ def cumulate_runs(original: Callable[[Any], None], batch: Any) -> None:
     new = [_not_yet_counted(req) for req in batch.reqs]
     rows = [row for row, tokens in enumerate(new) for _ in tokens]
     counts = [len(tokens) for tokens in new]
-    flat = [rows, [token for tokens in new for token in tokens]]
-    where = torch.tensor(flat, dtype=torch.int64).to(batch.device, non_blocking=True)
-    lengths = torch.tensor(counts, dtype=torch.int32).to(batch.device, non_blocking=True)
+    where = to_device([rows, [token for tokens in new for token in tokens]], batch.device)
+    lengths = to_device([counts], batch.device)[0]
     for penalizer in batch.sampling_info.penalizer_orchestrator.penalizers.values():
         if penalizer.is_prepared():
             _count(penalizer, where[0], where[1], lengths)
@@ -47,7 +48,7 @@ def _count(penalizer: Any, rows: torch.Tensor, tokens: torch.Tensor, lengths: to
     ----------
     rows, tokens : Tensor, int64 ``[n]``
         Request in the batch and token id of each new token.
-    lengths : Tensor, int32 ``[batch]``
+    lengths : Tensor, int64 ``[batch]``
         New tokens of each request.
     """
     from sglang.srt.sampling import penaltylib

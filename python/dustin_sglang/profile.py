@@ -108,6 +108,21 @@ def auto_profile(draft: ModelShape, target: ModelShape) -> Profile:
     )
 
 
+def choose_profile(name: str, draft: ModelShape, target: ModelShape, paths: Mapping[str, str]) -> Profile:
+    """The profile that ``--dustin-profile`` `name` asks for: a file's, or for "auto" `find_profile`'s.
+
+    Raises
+    ------
+    ProfileError
+        As `load_profile`.
+    """
+    if name == "auto":
+        return find_profile(draft, target, paths)
+    profile = load_profile(name, draft, target)
+    check_fingerprints(profile, paths)
+    return profile
+
+
 def find_profile(draft: ModelShape, target: ModelShape, paths: Mapping[str, str]) -> Profile:
     """The shipped profile of exactly these checkpoints, or the automatic one.
 

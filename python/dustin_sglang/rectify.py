@@ -21,6 +21,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 
 from dustin_sglang import metrics
 from dustin_sglang.config import MAX_RECTIFY_INTERVAL
+from dustin_sglang.devices import to_device
 from dustin_sglang.radix import advance_exact, exact_len
 from dustin_sglang.tap import silenced
 
@@ -129,7 +130,7 @@ def prefill_batch(batch: Any, tails: Sequence[Tail]) -> tuple[Any, torch.Tensor]
     ids = [tail.token_ids for tail in tails]
     lengths = [tail.end - tail.start for tail in tails]
     ends = [tail.end for tail in tails]
-    tokens = _to_device(
+    tokens = to_device(
         [
             [token for own in ids for token in own[:-1]],
             [tail.req.req_pool_idx for tail, n in zip(tails, lengths, strict=True) for _ in range(n)],
@@ -137,7 +138,7 @@ def prefill_batch(batch: Any, tails: Sequence[Tail]) -> tuple[Any, torch.Tensor]
         ],
         batch.device,
     )
-    requests = _to_device([[own[-1] for own in ids], [tail.req.req_pool_idx for tail in tails], ends], batch.device)
+    requests = to_device([[own[-1] for own in ids], [tail.req.req_pool_idx for tail in tails], ends], batch.device)
     inputs = batch.multimodal_inputs
     chunk = dataclasses.replace(
         batch,
@@ -165,9 +166,3 @@ def prefill_batch(batch: Any, tails: Sequence[Tail]) -> tuple[Any, torch.Tensor]
         chunked_req_next_prompt_token=None,
     )
     return chunk, requests[0]
-
-
-def _to_device(rows: list[list[int]], device: str) -> torch.Tensor:
-    """Copy int64 rows without waiting for the device."""
-    pinned = str(device).startswith("cuda")
-    return torch.tensor(rows, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from dustin_sglang import compat, devices
 from dustin_sglang.config import ConfigError, DustinConfig
-from dustin_sglang.profile import ModelShape, Profile, check_fingerprints, find_profile, load_profile
+from dustin_sglang.profile import ModelShape, Profile, choose_profile
 from dustin_sglang.selection.heads import Heads
 from dustin_sglang.selection.page_bounds import PageBounds
 from dustin_sglang.selection.policies import POLICIES
@@ -93,11 +93,7 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
             raise ValueError(f"the {role}'s KV cache is {runner.kv_cache_dtype}, but the model is {runner.dtype}")
     draft, target = model_shape(draft_runner.model_config), model_shape(target_runner.model_config)
     paths = {"draft": draft_runner.model_config.model_path, "target": target_runner.model_config.model_path}
-    if config.profile == "auto":
-        profile = find_profile(draft, target, paths)
-    else:
-        profile = load_profile(config.profile, draft, target)
-        check_fingerprints(profile, paths)
+    profile = choose_profile(config.profile, draft, target, paths)
     width = draft_worker.speculative_num_draft_tokens
     draft_store = _store(
         draft_runner,

@@ -16,11 +16,8 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
-import torch
-
+from dustin_sglang.calibrate.pair import add_device_options, load_pair
 from dustin_sglang.calibrate.trace import CalibrationError
-
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,22 +59,19 @@ def _parser() -> argparse.ArgumentParser:
         "of the target's K and V (default: 1/16)")  # fmt: skip
     add("--trials", type=int, default=default.trials, metavar="N", help="splits to try (default: %(default)s)")
     add("--seed", type=int, default=default.seed, help="of passages, needles and optuna (default: %(default)s)")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    add("--dtype", choices=_DTYPES, default=None, help="default: bfloat16 on a GPU, float32 on a CPU")
+    add_device_options(parser)
     return parser
 
 
 def _run(args: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
-    from transformers import logging as transformers_logging
 
     from dustin_sglang.calibrate.calibration import Calibration
-    from dustin_sglang.calibrate.checks import check_files, check_pair, check_settings
+    from dustin_sglang.calibrate.checks import check_context, check_files, check_settings
     from dustin_sglang.calibrate.report import draw, render
     from dustin_sglang.calibrate.settings import Settings
     from dustin_sglang.calibrate.store import Store
     from dustin_sglang.calibrate.texts import Texts, hash_texts
-    from dustin_sglang.calibrate.trace import TracedModel
     from dustin_sglang.fingerprint import fingerprint
     from dustin_sglang.profile import save_profile
 
@@ -86,10 +80,8 @@ def _run(args: argparse.Namespace) -> None:
     files = {"text": args.text, judged: args.held_out or args.text}
     check_settings(settings)
     check_files([file for chosen in files.values() for file in chosen], args.out)
-    transformers_logging.disable_progress_bar()
-    dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
-    target, draft = (TracedModel(path, args.device, getattr(torch, dtype)) for path in (args.target, args.draft))
-    check_pair(target, draft, settings)
+    target, draft = load_pair(args)
+    check_context(target, draft, settings)
 
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     prints = {role: fingerprint(str(path)) or "" for role, path in (("draft", args.draft), ("target", args.target))}
@@ -97,7 +89,7 @@ def _run(args: argparse.Namespace) -> None:
     data = {}
     for label, chosen in files.items():
         texts = Texts(chosen, tokenizer, settings.context, settings.rows, settings.seed)
-        made_with = {**prints, **settings.of_measurements, "texts": hash_texts(chosen), "dtype": dtype}
+        made_with = {**prints, **settings.of_measurements, "texts": hash_texts(chosen), "dtype": args.dtype}
         folder = None if args.resume is None else args.resume / label
         data[label] = calibration.read(texts, Store(folder, made_with), label)
 

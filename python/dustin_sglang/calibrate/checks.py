@@ -46,15 +46,14 @@ def check_files(texts: list[Path], out: Path) -> None:
         raise CalibrationError(f"--out {out}: give the name of a .json file in a folder that exists")
 
 
-def check_pair(target: TracedModel, draft: TracedModel, settings: Settings) -> None:
-    """Check that the draft speaks the target's vocabulary and that both take the context.
+def check_context(target: TracedModel, draft: TracedModel, settings: Settings) -> None:
+    """Check that both models take the context.
 
     Raises
     ------
     CalibrationError
-        One of it does not hold.
+        One does not.
     """
-    check_vocabulary(target, draft)
     beyond = (WINDOWS_A_PASSAGE - 1) * WINDOW_DISTANCE + settings.rows
     most = min(target.max_tokens, draft.max_tokens) - beyond
     require("--context", settings.context, settings.context <= most, f"at most {most} for these models")

@@ -14,17 +14,13 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
-
-from dustin_sglang.calibrate.checks import check_vocabulary
 from dustin_sglang.calibrate.mass import ListSize
-from dustin_sglang.calibrate.trace import CalibrationError, TracedModel
+from dustin_sglang.calibrate.pair import add_device_options, load_pair
+from dustin_sglang.calibrate.trace import CalibrationError
 from dustin_sglang.config import DustinConfig
 from dustin_sglang.explain.checks import CHOOSING, DRAFT, MODEL, check_arguments, check_length
-from dustin_sglang.profile import Profile, check_fingerprints, find_profile, load_profile
+from dustin_sglang.profile import choose_profile
 from dustin_sglang.profile_file import ProfileError
-
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,26 +54,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--new-tokens", type=int, default=32, metavar="N", help="tokens of the answer, to be reached (default: "
         "%(default)s)")  # fmt: skip
     add("--rows", type=int, default=4, metavar="N", help="rows of a verification (default: %(default)s)")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    add("--dtype", choices=_DTYPES, default=None, help="default: bfloat16 on a GPU, float32 on a CPU")
+    add_device_options(parser)
     return parser
 
 
 def _run(args: argparse.Namespace) -> None:
     from tqdm import tqdm
     from transformers import AutoTokenizer
-    from transformers import logging as transformers_logging
 
     from dustin_sglang.explain.page import Subject, render
     from dustin_sglang.explain.prompt import encode, pieces, pieces_behind
     from dustin_sglang.explain.rounds import Request
 
     text = _read(args)
-    transformers_logging.disable_progress_bar()
-    dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
-    target, draft = (TracedModel(path, args.device, getattr(torch, dtype)) for path in (args.target, args.draft))
-    check_vocabulary(target, draft)
-    profile = _profile(args, target, draft)
+    target, draft = load_pair(args)
+    paths = {"draft": str(args.draft), "target": str(args.target)}
+    profile = choose_profile(args.profile, draft.shape, target.shape, paths)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     prompt = encode(tokenizer, text)
     capacity = len(prompt) + args.new_tokens + 2 * args.rows
@@ -115,15 +107,6 @@ def _read(args: argparse.Namespace) -> str:
     except UnicodeDecodeError as error:
         raise CalibrationError(f"--prompt {args.prompt}: {error}") from error
     return text if args.question is None else f"{text}\n\n{args.question}"
-
-
-def _profile(args: argparse.Namespace, target: TracedModel, draft: TracedModel) -> Profile:
-    paths = {"draft": str(args.draft), "target": str(args.target)}
-    if args.profile == "auto":
-        return find_profile(draft.shape, target.shape, paths)
-    profile = load_profile(args.profile, draft.shape, target.shape)
-    check_fingerprints(profile, paths)
-    return profile
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from dustin_sglang.selection.context import Context
 from dustin_sglang.selection.heads import Heads
 from dustin_sglang.selection.page_bounds import PageBounds
 from dustin_sglang.selection.policies import POLICIES
+from dustin_sglang.selection.selector import Selector
 from dustin_sglang.selection.signals import Signal
 from dustin_sglang.selection.state import QueryStore
 
@@ -136,11 +137,9 @@ class Request:
         device = self._target.cache.keys[0].device
         zero, slots = torch.zeros(1, dtype=torch.int64, device=device), torch.arange(n, device=device)
         context = Context(slots.int().unsqueeze(0), zero, zero + n, n)
-        policy = self._policy
-        lookahead = self._draft.signal.score(context) if policy.uses_lookahead else None
-        back = self._target.pages if policy.paged else self._target.signal
-        history = back.score(context) if policy.uses_history else None
-        positions = policy.select(self.budget, lookahead, history, context)[0]
+        selector = Selector(self._policy, self.budget, self._draft.signal, self._target.signal, self._target.pages)
+        lookahead, history = selector.scores(context)
+        positions = self._policy.select(self.budget, lookahead, history, context)[0]
 
         seen = self._target.cache.extend(drafted)
         best = seen.logits.argmax(-1).tolist()

@@ -82,13 +82,19 @@ class Selector:
         sparse = [self.is_sparse(n) for n in seq_lens]
         if not any(sparse):
             return Selection(None, list(seq_lens), sparse)
-        policy = self.policy
-        lookahead = self._lookahead.score(context, drafted=drafted) if policy.uses_lookahead else None
-        back = self._pages if policy.paged else self._history
-        history = back.score(context) if policy.uses_history else None
-        positions = policy.select(self.budget, lookahead, history, context)
+        lookahead, history = self.scores(context, drafted=drafted)
+        positions = self.policy.select(self.budget, lookahead, history, context)
         counts = [min(n, self.budget.total) for n in seq_lens]
         if not measured:
             return Selection(positions, counts, sparse)
         measures = measure(self.budget, positions, lookahead, history, context.seq_lens)
         return Selection(positions, counts, sparse, measures)
+
+    def scores(self, context: Context, *, drafted: bool = True) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Lookahead and history float32 ``[batch, context.max_len]``; None where the policy does not use the signal."""
+        policy = self.policy
+        back = self._pages if policy.paged else self._history
+        return (
+            self._lookahead.score(context, drafted=drafted) if policy.uses_lookahead else None,
+            back.score(context) if policy.uses_history else None,
+        )
