@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 KINDS = {  # first match wins
-    "score": ("_statistics_kernel", "_sum_again_kernel", "_sum_stored_kernel"),
+    "score": ("statistics_kernel", "sum_again_kernel", "sum_stored_kernel"),
     "select": ("_select_kernel", "_shortlist_kernel", "_write_slots_kernel", "_pack_tree_mask_kernel"),
-    "attention": ("BatchPrefill", "BatchDecode", "MergeStates", "PersistentVariableLengthMergeStates", "_attend"),
+    "attention": ("BatchPrefill", "BatchDecode", "MergeStates", "PersistentVariableLengthMergeStates", "attend_kernel"),
     "gemm": ("gemm", "cutlass", "nvjet", "cublas"),
 }
 PHASES = ("draft", "score+select", "verify", "sample", "draft-extend")

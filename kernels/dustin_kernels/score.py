@@ -30,12 +30,12 @@ from functools import lru_cache
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from dustin_kernels import reference
 from dustin_kernels.parts import part_counters
 from dustin_kernels.reference import Backend, check_tensor, use_triton
+from dustin_kernels.score_kernels import statistics_kernel, sum_again_kernel, sum_stored_kernel
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CHUNK = 1024  # positions whose statistics one program takes
@@ -92,183 +92,6 @@ def _row_tile(rows: int, itemsize: int) -> int:
 
 def _block_size(head_dim: int, itemsize: int) -> int:
     return max(16, min(128, _TILE_BYTES // (head_dim * itemsize)))
-
-
-@triton.jit
-def _key_tile(k_ptr, keys_ptr, slots, inside, group, D: tl.constexpr, ALIGN: tl.constexpr):
-    """Keys of one group at these slots: [len(slots), D], zero outside."""
-    offset = tl.multiple_of(tl.load(keys_ptr + 2 * group), ALIGN)
-    stride = tl.multiple_of(tl.load(keys_ptr + 2 * group + 1), ALIGN)
-    dims = tl.arange(0, D)
-    return tl.load(k_ptr + offset + slots[:, None] * stride + dims[None, :], mask=inside[:, None], other=0.0)
-
-
-@triton.jit
-def _query_tile(
-    q_ptr, heads_ptr, group, rows, q_row, q_head, M: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr
-):  # fmt: skip
-    """Queries of one group: [len(rows), D], zero for padding. Row m is head m % SIZE in query row m // SIZE."""
-    head = tl.load(heads_ptr + group * SIZE + rows % SIZE, mask=rows < M, other=-1)
-    dims = tl.arange(0, D)
-    offsets = (rows // SIZE)[:, None] * q_row + head[:, None] * q_head + dims[None, :]
-    return tl.load(q_ptr + offsets, mask=(head >= 0)[:, None], other=0.0)
-
-
-@triton.jit
-def _combine_chunks(chunk_max_ptr, chunk_sum_ptr, pair, chunks, used, TILE: tl.constexpr, STEP: tl.constexpr):
-    """Maximum and sum of exponentials of every row of a tile, from those of all its chunks."""
-    rows = tl.arange(0, TILE)
-    largest = tl.full([TILE], float("-inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
-    for start in range(0, used, STEP):
-        chunk = start + tl.arange(0, STEP)
-        offsets = (pair * chunks + chunk)[:, None] * TILE + rows[None, :]
-        mask = (chunk < used)[:, None]
-        chunk_max = tl.load(chunk_max_ptr + offsets, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        chunk_sum = tl.load(chunk_sum_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")
-        new = tl.maximum(largest, tl.max(chunk_max, 0))
-        total = total * tl.exp2(largest - new) + tl.sum(chunk_sum * tl.exp2(chunk_max - new[None, :]), 0)
-        largest = new
-    return largest, total
-
-
-@triton.jit(
-    do_not_specialize=["limit", "chunks"],
-    do_not_specialize_on_alignment=["seq_lens_ptr", "req_pool_indices_ptr"],
-)
-def _statistics_kernel(
-    q_ptr, k_ptr, heads_ptr, keys_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr,
-    chunk_max_ptr, chunk_sum_ptr, row_max_ptr, row_weight_ptr, counters_ptr, queries_ptr, logits_ptr,
-    scale, limit, chunks, q_batch, q_row, q_head, token_row,
-    M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    group, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    chunk, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    length = tl.minimum(tl.load(seq_lens_ptr + batch).to(tl.int32), limit)
-    begin = chunk * CHUNK
-    if begin >= length:
-        return
-    request = tl.load(req_pool_indices_ptr + batch).to(tl.int64)
-    req_to_token_ptr += request * token_row
-    rows = tile * TILE + tl.arange(0, TILE)
-    queries = _query_tile(q_ptr + batch * q_batch, heads_ptr, group, rows, q_row, q_head, M, SIZE, D)
-    pair = batch * tl.num_programs(0) + tl.program_id(0)
-    row = pair * TILE + tl.arange(0, TILE)
-    if STORE:
-        row_logits = ((batch * tl.num_programs(0) // TILES + group) * M + rows)[:, None] * chunks * CHUNK
-    elif chunk == 0:
-        tl.store(queries_ptr + row[:, None] * D + tl.arange(0, D)[None, :], queries)
-    # In tiles of less than 64 rows a row lies across warps. There every column keeps a maximum of its own, which costs
-    # a second exponential and saves two exchanges between warps a step.
-    COLUMNS: tl.constexpr = BLOCK if TILE < 64 else 1
-    largest = tl.full([TILE, COLUMNS], -1e30, tl.float32)
-    total = tl.zeros([TILE, COLUMNS], tl.float32)
-    for start in tl.range(begin, tl.minimum(begin + CHUNK, length), BLOCK, num_stages=STAGES):
-        positions = start + tl.arange(0, BLOCK)
-        inside = positions < length
-        slots = tl.load(req_to_token_ptr + positions, mask=inside, other=0).to(tl.int64)
-        keys = _key_tile(k_ptr, keys_ptr, slots, inside, group, D, ALIGN)
-        logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-        if STORE:
-            tl.store(logits_ptr + row_logits + positions[None, :], logits, mask=inside[None, :] & (rows < M)[:, None])
-        logits = tl.where(inside[None, :], logits, float("-inf"))
-        if COLUMNS == 1:
-            new = tl.maximum(largest, tl.max(logits, 1)[:, None])
-            total = total * tl.exp2(largest - new) + tl.sum(tl.exp2(logits - new), 1)[:, None]
-        else:
-            new = tl.maximum(largest, logits)
-            total = total * tl.exp2(largest - new) + tl.exp2(logits - new)
-        largest = new
-    chunk_max = tl.max(largest, 1)
-    chunk_sum = tl.sum(total * tl.exp2(largest - chunk_max[:, None]), 1)
-
-    statistics = (pair * chunks + chunk) * TILE + tl.arange(0, TILE)
-    tl.store(chunk_max_ptr + statistics, chunk_max)
-    tl.store(chunk_sum_ptr + statistics, chunk_sum)
-    tl.debug_barrier()  # every thread's stores come before the one thread's atomic
-    used = tl.cdiv(length, CHUNK)
-    if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel") == used - 1:
-        row_max, row_sum = _combine_chunks(chunk_max_ptr, chunk_sum_ptr, pair, chunks, used, TILE, 32)
-        head = tl.load(heads_ptr + group * SIZE + rows % SIZE, mask=rows < M, other=-1)
-        tl.store(row_max_ptr + row, row_max)
-        tl.store(row_weight_ptr + row, tl.where(head >= 0, 1.0 / row_sum, 0.0))  # padding weighs nothing
-        tl.store(counters_ptr + pair, 0)
-
-
-@triton.jit(
-    do_not_specialize=["limit", "max_len", "shift", "out_row"],
-    do_not_specialize_on_alignment=["seq_lens_ptr", "req_pool_indices_ptr"],
-)
-def _sum_again_kernel(
-    queries_ptr, k_ptr, keys_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr,
-    row_max_ptr, row_weight_ptr, out_ptr,
-    scale, limit, max_len, shift, token_row, out_row,
-    TILE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Sum the weights of all rows, from K."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
-    length = tl.minimum(tl.load(seq_lens_ptr + batch).to(tl.int32), limit)
-    targets = block * BLOCK + tl.arange(0, BLOCK)
-    out_ptr += batch * out_row
-    if block * BLOCK >= length:
-        tl.store(out_ptr + targets, tl.zeros([BLOCK], tl.float32), mask=targets < max_len)
-        return
-    positions = targets - shift
-    inside = (positions >= 0) & (targets < length)
-    request = tl.load(req_pool_indices_ptr + batch).to(tl.int64)
-    slots = tl.load(req_to_token_ptr + request * token_row + positions, mask=inside, other=0).to(tl.int64)
-    rows, dims = tl.arange(0, TILE), tl.arange(0, D)
-    queries_ptr += batch * GROUPS * TILES * TILE * D
-    row_max_ptr += batch * GROUPS * TILES * TILE
-    row_weight_ptr += batch * GROUPS * TILES * TILE
-    scores = tl.zeros([TILE, BLOCK], tl.float32)
-    # Loaded a step ahead: only what feeds a product is kept in flight by the compiler.
-    next_max, next_weight = tl.load(row_max_ptr + rows), tl.load(row_weight_ptr + rows)
-    for step in tl.range(0, GROUPS * TILES, 1, num_stages=STAGES):
-        row_max, row_weight = next_max, next_weight
-        more = step + 1 < GROUPS * TILES
-        next_max = tl.load(row_max_ptr + (step + 1) * TILE + rows, mask=more, other=0.0)
-        next_weight = tl.load(row_weight_ptr + (step + 1) * TILE + rows, mask=more, other=0.0)
-        keys = _key_tile(k_ptr, keys_ptr, slots, inside, step // TILES, D, ALIGN)
-        queries = tl.load(queries_ptr + (step * TILE + rows)[:, None] * D + dims[None, :])
-        logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-        scores += tl.exp2(logits - row_max[:, None]) * row_weight[:, None]
-    tl.store(out_ptr + targets, tl.where(inside, tl.sum(scores, 0), 0.0), mask=targets < max_len)
-
-
-@triton.jit(
-    do_not_specialize=["limit", "max_len", "chunks", "shift", "out_row"],
-    do_not_specialize_on_alignment=["seq_lens_ptr"],
-)
-def _sum_stored_kernel(
-    logits_ptr, seq_lens_ptr, row_max_ptr, row_weight_ptr, out_ptr, limit, max_len, chunks, shift, out_row,
-    M: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Sum the weights of all rows, from stored logits; PADDED is M rounded up to whole tiles."""
-    block, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    length = tl.minimum(tl.load(seq_lens_ptr + batch).to(tl.int32), limit)
-    targets = block * BLOCK + tl.arange(0, BLOCK)
-    out_ptr += batch * out_row
-    if block * BLOCK >= length:
-        tl.store(out_ptr + targets, tl.zeros([BLOCK], tl.float32), mask=targets < max_len)
-        return
-    positions = targets - shift
-    inside = (positions >= 0) & (targets < length)
-    scores = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in tl.range(0, GROUPS * M, ROWS, num_stages=STAGES):
-        rows = start + tl.arange(0, ROWS)
-        real = rows < GROUPS * M
-        row_logits = (batch * GROUPS * M + rows)[:, None] * chunks * CHUNK
-        logits = tl.load(logits_ptr + row_logits + positions[None, :], mask=inside[None, :] & real[:, None], other=0.0)
-        row = (batch * GROUPS + rows // M) * PADDED + rows % M
-        row_max = tl.load(row_max_ptr + row, mask=real, other=0.0)
-        row_weight = tl.load(row_weight_ptr + row, mask=real, other=0.0)
-        scores += tl.exp2(logits - row_max[:, None]) * row_weight[:, None]
-    tl.store(out_ptr + targets, tl.where(inside, tl.sum(scores, 0), 0.0), mask=targets < max_len)
 
 
 def _check(
@@ -430,7 +253,7 @@ def _launch(
     queries = buffer(0 if store else pairs * tile * head_dim, q.dtype)
     logits = buffer(bs * num_groups * m * chunks * _CHUNK if store else 0)
     if chunks:
-        _statistics_kernel[(num_groups * tiles, chunks, bs)](
+        statistics_kernel[(num_groups * tiles, chunks, bs)](
             q, k_cache[0], groups.heads, located, req_to_token, req_pool_indices, seq_lens,
             chunk_max, chunk_sum, row_max, row_weight, part_counters(q.device, pairs), queries, logits,
             scale, limit, chunks, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
@@ -439,14 +262,14 @@ def _launch(
         )  # fmt: skip
     if store:
         block = 256
-        _sum_stored_kernel[(triton.cdiv(max_len, block), bs)](
+        sum_stored_kernel[(triton.cdiv(max_len, block), bs)](
             logits, seq_lens, row_max, row_weight, out, limit, max_len, chunks, shift, out.stride(0),
             M=m, PADDED=tiles * tile, GROUPS=num_groups, CHUNK=_CHUNK, ROWS=16, BLOCK=block,
             STAGES=2, num_warps=4,
         )  # fmt: skip
     else:
         block = max(16, block // 2)
-        _sum_again_kernel[(triton.cdiv(max_len, block), bs)](
+        sum_again_kernel[(triton.cdiv(max_len, block), bs)](
             queries, k_cache[0], located, req_to_token, req_pool_indices, seq_lens, row_max, row_weight, out,
             scale, limit, max_len, shift, req_to_token.stride(0), out.stride(0),
             TILE=tile, TILES=tiles, GROUPS=num_groups, D=head_dim, BLOCK=block, ALIGN=align,

@@ -20,7 +20,7 @@ by lookahead or its best `free` by history (free = budget - sinks - window: of t
 `num_lookahead` are listed already). One program a request then chooses among the shortlists; their order is that of
 the positions, so ties need nothing further. On an H200 at bs 8, 32,000 positions and a budget of 512 both launches take
 37 us. FlashInfer's radix top-k (deterministic, ties to the lower index) takes 21 us a signal there, and leaves what the
-first signal chose in the second, and the list unordered.
+first signal chose in the second, and the list unordered (benchmark/results/kernel_sweep.json).
 """
 
 import torch
