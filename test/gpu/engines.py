@@ -24,6 +24,7 @@ def engine(algorithm: str | None, *, env: dict[str, str] | None = None, **kwargs
         cuda_graph_bs_decode=[1, 4, 8],  # six requests, and fewer as they end, run in padded graphs
         max_running_requests=16,
         mem_fraction_static=0.5,
+        max_total_tokens=65536,  # far from the memory's end, so that test files can run side by side
         grammar_backend="none",
         skip_tokenizer_init=True,
         log_level="info",
