@@ -6,18 +6,20 @@ Each engine starts once, for the largest sizes. With shapes, weights are dummies
 (SGLANG_SIMULATE_ACC_LEN), so the rows say how fast a step is and nothing about quality; with folders, models and
 acceptance are real and the prompts come from --text. Prompts are prefilled once into the radix cache: every size is a
 part of the largest. Throughput is the difference of two generations of different lengths over these, so that neither
-prefill nor start-up is in it.
+prefill nor start-up is in it. Commands that share a --gate may start together: their engines measure in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import itertools
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +84,10 @@ class RunningEngine:
         self.forced_accept_length = args.accept_length if models.dummy else None
         self._prompts = make_prompts(models, args.text, batch, context)
         self._engine = sgl.Engine(
-            **options(method, models, args, batch, context + ROOM), skip_tokenizer_init=True, grammar_backend="none"
+            **options(method, models, args, batch, context + ROOM),
+            max_total_tokens=batch * (context + ROOM),
+            skip_tokenizer_init=True,
+            grammar_backend="none",
         )
         self.room: int = self._engine.get_server_info()["max_total_num_tokens"]
 
@@ -132,6 +137,17 @@ def make_prompts(models: Models, text: Path, batch: int, context: int) -> list[l
     tokens *= 2 + context // len(tokens)
     step = max(1, (len(tokens) - context) // batch)  # each begins elsewhere, so none is another's prefix
     return [tokens[i * step : i * step + context] for i in range(batch)]
+
+
+@contextlib.contextmanager
+def alone(gate: Path | None) -> Iterator[None]:
+    """Keep other commands with the same gate from measuring; None keeps nobody."""
+    if gate is None:
+        yield
+        return
+    with gate.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def measure(engine: RunningEngine, batch: int, context: int, args: argparse.Namespace) -> Row:
@@ -192,6 +208,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=DEMO_TEXT, help="what prompts of real models are made of")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--trace", action="store_true", help="also profile some steps of each row")
+    parser.add_argument("--gate", type=Path, help="lock file: measure while no other command does that names it")
     add_run_options(parser)
     return parser.parse_args(arguments)
 
@@ -219,7 +236,8 @@ def run(args: argparse.Namespace, models: Models, results: Results) -> None:
                 if engine is not None:
                     engine.shutdown()
                 engine = RunningEngine(key["method"], models, args)
-            row = with_ratios(key | measure(engine, key["batch"], key["context"], args), results)
+            with alone(args.gate):
+                row = with_ratios(key | measure(engine, key["batch"], key["context"], args), results)
             results.add(row)
             tqdm.write(describe(row))
     finally:
