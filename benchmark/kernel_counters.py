@@ -1,6 +1,6 @@
-"""Run the kernels of a verification once each, for a profiler to read their counters.
+r"""Run the kernels of a verification once each, for a profiler to read their counters.
 
-    ncu --profile-from-start off --section SpeedOfLight --section MemoryWorkloadAnalysis --section Occupancy \\
+    ncu --profile-from-start off --section SpeedOfLight --section MemoryWorkloadAnalysis --section Occupancy \
         --section WarpStateStats python3 benchmark/kernel_counters.py --lookahead 3xall
 
 The sizes are those of `benchmark/attention.py`: real model shapes, random numbers, a cold L2.
