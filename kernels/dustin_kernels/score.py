@@ -33,15 +33,13 @@ import triton
 from torch import Tensor
 
 from dustin_kernels import reference
+from dustin_kernels.parts import part_counters
 from dustin_kernels.reference import Backend, check_tensor, use_triton
-from dustin_kernels.score_kernels import score_kernel
+from dustin_kernels.score_kernels import statistics_kernel, sum_again_kernel, sum_stored_kernel
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_CHUNK = 512  # positions of one program
+_CHUNK = 1024  # positions whose statistics one program takes
 _TILE_BYTES = 16384  # of K in a step of its loop: 64 positions of head_dim 128 in 16 bits
-_UNIT_ROWS = 64  # query rows whose weights one program sums
-_RUNNING = 528  # programs that an H200 runs at a time, about: the units in flight follow from it
-_MAX_LAG = 8
 
 
 @dataclass(frozen=True)
@@ -82,29 +80,6 @@ def _locate_keys(
         table.append((offset + kv_head * head_stride, slot_stride))
     align = 16 if all(value % 16 == 0 for row in table for value in row) else 1
     return torch.tensor(table, dtype=torch.int64, device=device), align
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """How the query rows of a launch are divided; it depends on nothing of a request or a batch."""
-
-    tile: int  # query rows of a product, padded
-    tiles: int  # of a KV head
-    width: int  # rows of a tile that are stored
-    count: int  # tiles in all
-    unit: int  # tiles that are summed together
-    rows: int  # stored rows of a unit, padded
-    block: int  # positions of a product
-
-
-def _plan(m: int, num_groups: int, head_dim: int, itemsize: int) -> _Plan:
-    tile = _row_tile(m, itemsize)
-    tiles = triton.cdiv(m, tile)
-    width = min(m, tile)
-    count = num_groups * tiles
-    unit = min(count, max(1, _UNIT_ROWS // width))
-    rows = max(16, triton.next_power_of_2(unit * width))
-    return _Plan(tile, tiles, width, count, unit, rows, _block_size(head_dim, itemsize))
 
 
 def _row_tile(rows: int, itemsize: int) -> int:
@@ -256,28 +231,47 @@ def _launch(
     shift: int,
     out: Tensor,
 ) -> None:
-    """Launch; numbers of warps, stages and positions a program are from a sweep on an H200."""
+    """Launch both; numbers of warps, stages and positions a program are from a sweep on an H200."""
     bs, num_rows, _, head_dim = q.shape
     pools = tuple((keys.data_ptr(), keys.stride(0), keys.stride(1)) for keys in k_cache)
     located, align = _locate_keys(groups.keys, pools, q.element_size(), q.device)
-    plan = _plan(num_rows * groups.size, len(groups.keys), head_dim, q.element_size())
-    chunks = triton.cdiv(out.shape[1], _CHUNK)
-    units = bs * triton.cdiv(plan.count, plan.unit)
-    lag = min(units, _MAX_LAG, triton.cdiv(_RUNNING, plan.unit * chunks))
-    ring = min(units, lag + 2)
+    num_groups = len(groups.keys)
+    m = num_rows * groups.size
+    tile = _row_tile(m, q.element_size())
+    tiles = triton.cdiv(m, tile)
+    limit = min(max_len, req_to_token.shape[1])
+    chunks = triton.cdiv(limit, _CHUNK)
+    block = _block_size(head_dim, q.element_size())
+    store = 8 * m < head_dim * q.element_size()
+    pairs = bs * num_groups * tiles
 
-    def buffer(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(ring * plan.unit * rows * columns, dtype=dtype, device=q.device)
+    def buffer(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(max(size, 1), dtype=dtype, device=q.device)
 
-    score_kernel[((units + lag) * (plan.unit + 1) * chunks,)](
-        q, k_cache[0], groups.heads, located, req_to_token, req_pool_indices, seq_lens,
-        buffer(plan.width, chunks * _CHUNK, torch.float32 if q.element_size() == 4 else torch.float16),
-        buffer(plan.tile, chunks * _CHUNK // plan.block), buffer(plan.tile, chunks), buffer(plan.tile, chunks),
-        buffer(plan.tile, 1), buffer(plan.tile, 1),
-        torch.zeros(1 + units * (2 + plan.unit), dtype=torch.int32, device=q.device), out,
-        scale, min(max_len, req_to_token.shape[1]), max_len, shift, bs, chunks, lag, ring,
-        q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0), out.stride(0),
-        M=num_rows * groups.size, TILE=plan.tile, TILES=plan.tiles, WIDTH=plan.width, SIZE=groups.size, D=head_dim,
-        COUNT=plan.count, UNIT=plan.unit, ROWS=plan.rows, CHUNK=_CHUNK, BLOCK=plan.block,
-        STEP=min(64, plan.block), ALIGN=align, STAGES=3, num_warps=4,
-    )  # fmt: skip
+    chunk_max, chunk_sum = buffer(pairs * chunks * tile), buffer(pairs * chunks * tile)
+    row_max, row_weight = buffer(pairs * tile), buffer(pairs * tile)
+    queries = buffer(0 if store else pairs * tile * head_dim, q.dtype)
+    logits = buffer(bs * num_groups * m * chunks * _CHUNK if store else 0)
+    if chunks:
+        statistics_kernel[(num_groups * tiles, chunks, bs)](
+            q, k_cache[0], groups.heads, located, req_to_token, req_pool_indices, seq_lens,
+            chunk_max, chunk_sum, row_max, row_weight, part_counters(q.device, pairs), queries, logits,
+            scale, limit, chunks, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
+            M=m, TILE=tile, TILES=tiles, SIZE=groups.size, D=head_dim, CHUNK=_CHUNK, BLOCK=block, ALIGN=align,
+            STORE=store, STAGES=3, num_warps=2 if tile == 16 else 4,
+        )  # fmt: skip
+    if store:
+        block = 256
+        sum_stored_kernel[(triton.cdiv(max_len, block), bs)](
+            logits, seq_lens, row_max, row_weight, out, limit, max_len, chunks, shift, out.stride(0),
+            M=m, PADDED=tiles * tile, GROUPS=num_groups, CHUNK=_CHUNK, ROWS=16, BLOCK=block,
+            STAGES=2, num_warps=4,
+        )  # fmt: skip
+    else:
+        block = max(16, block // 2)
+        sum_again_kernel[(triton.cdiv(max_len, block), bs)](
+            queries, k_cache[0], located, req_to_token, req_pool_indices, seq_lens, row_max, row_weight, out,
+            scale, limit, max_len, shift, req_to_token.stride(0), out.stride(0),
+            TILE=tile, TILES=tiles, GROUPS=num_groups, D=head_dim, BLOCK=block, ALIGN=align,
+            STAGES=2, num_warps=4,
+        )  # fmt: skip

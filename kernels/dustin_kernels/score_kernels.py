@@ -1,4 +1,4 @@
-"""The Triton kernel behind `dustin_kernels.score`, which says what it computes and why so."""
+"""The Triton kernels behind `dustin_kernels.score`, which says what they compute and why so."""
 
 import triton
 import triton.language as tl
@@ -6,11 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def _key_tile(k_ptr, keys_ptr, slots, inside, group, D: tl.constexpr, ALIGN: tl.constexpr):
-    """Keys of one group at these slots: [len(slots), D], zero outside. They are read once, so they may leave L2."""
+    """Keys of one group at these slots: [len(slots), D], zero outside."""
     offset = tl.multiple_of(tl.load(keys_ptr + 2 * group), ALIGN)
     stride = tl.multiple_of(tl.load(keys_ptr + 2 * group + 1), ALIGN)
-    keys = k_ptr + offset + slots[:, None] * stride + tl.arange(0, D)[None, :]
-    return tl.load(keys, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
+    dims = tl.arange(0, D)
+    return tl.load(k_ptr + offset + slots[:, None] * stride + dims[None, :], mask=inside[:, None], other=0.0)
 
 
 @triton.jit
@@ -25,16 +25,16 @@ def _query_tile(
 
 
 @triton.jit
-def _combine_chunks(chunk_max_ptr, chunk_sum_ptr, tile, chunks, used, TILE: tl.constexpr, STEP: tl.constexpr):
+def _combine_chunks(chunk_max_ptr, chunk_sum_ptr, pair, chunks, used, TILE: tl.constexpr, STEP: tl.constexpr):
     """Maximum and sum of exponentials of every row of a tile, from those of all its chunks."""
     rows = tl.arange(0, TILE)
-    largest = tl.full([TILE], -1e30, tl.float32)
+    largest = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
     for start in range(0, used, STEP):
         chunk = start + tl.arange(0, STEP)
-        offsets = (tile * chunks + chunk)[:, None] * TILE + rows[None, :]
+        offsets = (pair * chunks + chunk)[:, None] * TILE + rows[None, :]
         mask = (chunk < used)[:, None]
-        chunk_max = tl.load(chunk_max_ptr + offsets, mask=mask, other=-1e30, cache_modifier=".cg")
+        chunk_max = tl.load(chunk_max_ptr + offsets, mask=mask, other=float("-inf"), cache_modifier=".cg")
         chunk_sum = tl.load(chunk_sum_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")
         new = tl.maximum(largest, tl.max(chunk_max, 0))
         total = total * tl.exp2(largest - new) + tl.sum(chunk_sum * tl.exp2(chunk_max - new[None, :]), 0)
@@ -42,128 +42,141 @@ def _combine_chunks(chunk_max_ptr, chunk_sum_ptr, tile, chunks, used, TILE: tl.c
     return largest, total
 
 
-@triton.jit
-def _wait(counter_ptr, count):
-    """Return once `count` programs have counted."""
-    while tl.atomic_add(counter_ptr, 0, sem="acquire") < count:
-        pass
+@triton.jit(
+    do_not_specialize=["limit", "chunks"],
+    do_not_specialize_on_alignment=["seq_lens_ptr", "req_pool_indices_ptr"],
+)
+def statistics_kernel(
+    q_ptr, k_ptr, heads_ptr, keys_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr,
+    chunk_max_ptr, chunk_sum_ptr, row_max_ptr, row_weight_ptr, counters_ptr, queries_ptr, logits_ptr,
+    scale, limit, chunks, q_batch, q_row, q_head, token_row,
+    M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Maximum and sum of a chunk's exponentials for every row; the last chunk's program combines them."""
+    group, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    chunk, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    length = tl.minimum(tl.load(seq_lens_ptr + batch).to(tl.int32), limit)
+    begin = chunk * CHUNK
+    if begin >= length:
+        return
+    request = tl.load(req_pool_indices_ptr + batch).to(tl.int64)
+    req_to_token_ptr += request * token_row
+    rows = tile * TILE + tl.arange(0, TILE)
+    queries = _query_tile(q_ptr + batch * q_batch, heads_ptr, group, rows, q_row, q_head, M, SIZE, D)
+    pair = batch * tl.num_programs(0) + tl.program_id(0)
+    row = pair * TILE + tl.arange(0, TILE)
+    if STORE:
+        row_logits = ((batch * tl.num_programs(0) // TILES + group) * M + rows)[:, None] * chunks * CHUNK
+    elif chunk == 0:
+        tl.store(queries_ptr + row[:, None] * D + tl.arange(0, D)[None, :], queries)
+    # In tiles of less than 64 rows a row lies across warps. There every column keeps a maximum of its own, which costs
+    # a second exponential and saves two exchanges between warps a step.
+    COLUMNS: tl.constexpr = BLOCK if TILE < 64 else 1
+    largest = tl.full([TILE, COLUMNS], -1e30, tl.float32)
+    total = tl.zeros([TILE, COLUMNS], tl.float32)
+    for start in tl.range(begin, tl.minimum(begin + CHUNK, length), BLOCK, num_stages=STAGES):
+        positions = start + tl.arange(0, BLOCK)
+        inside = positions < length
+        slots = tl.load(req_to_token_ptr + positions, mask=inside, other=0).to(tl.int64)
+        keys = _key_tile(k_ptr, keys_ptr, slots, inside, group, D, ALIGN)
+        logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        if STORE:
+            tl.store(logits_ptr + row_logits + positions[None, :], logits, mask=inside[None, :] & (rows < M)[:, None])
+        logits = tl.where(inside[None, :], logits, float("-inf"))
+        if COLUMNS == 1:
+            new = tl.maximum(largest, tl.max(logits, 1)[:, None])
+            total = total * tl.exp2(largest - new) + tl.sum(tl.exp2(logits - new), 1)[:, None]
+        else:
+            new = tl.maximum(largest, logits)
+            total = total * tl.exp2(largest - new) + tl.exp2(logits - new)
+        largest = new
+    chunk_max = tl.max(largest, 1)
+    chunk_sum = tl.sum(total * tl.exp2(largest - chunk_max[:, None]), 1)
 
-
-@triton.jit
-def _length(seq_lens_ptr, batch, limit):
-    return tl.minimum(tl.load(seq_lens_ptr + batch).to(tl.int32), limit)
+    statistics = (pair * chunks + chunk) * TILE + tl.arange(0, TILE)
+    tl.store(chunk_max_ptr + statistics, chunk_max)
+    tl.store(chunk_sum_ptr + statistics, chunk_sum)
+    tl.debug_barrier()  # every thread's stores come before the one thread's atomic
+    used = tl.cdiv(length, CHUNK)
+    if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel") == used - 1:
+        row_max, row_sum = _combine_chunks(chunk_max_ptr, chunk_sum_ptr, pair, chunks, used, TILE, 32)
+        head = tl.load(heads_ptr + group * SIZE + rows % SIZE, mask=rows < M, other=-1)
+        tl.store(row_max_ptr + row, row_max)
+        tl.store(row_weight_ptr + row, tl.where(head >= 0, 1.0 / row_sum, 0.0))  # padding weighs nothing
+        tl.store(counters_ptr + pair, 0)
 
 
 @triton.jit(
-    do_not_specialize=["limit", "max_len", "shift", "bs", "chunks", "lag", "ring", "out_row"],
+    do_not_specialize=["limit", "max_len", "shift", "out_row"],
     do_not_specialize_on_alignment=["seq_lens_ptr", "req_pool_indices_ptr"],
 )
-def score_kernel(
-    q_ptr, k_ptr, heads_ptr, keys_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr,
-    weights_ptr, block_max_ptr, chunk_max_ptr, chunk_sum_ptr, row_max_ptr, row_scale_ptr, counters_ptr, out_ptr,
-    scale, limit, max_len, shift, bs, chunks, lag, ring, q_batch, q_row, q_head, token_row, out_row,
-    M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
-    D: tl.constexpr, COUNT: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
+def sum_again_kernel(
+    queries_ptr, k_ptr, keys_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr,
+    row_max_ptr, row_weight_ptr, out_ptr,
+    scale, limit, max_len, shift, token_row, out_row,
+    TILE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a unit: its unnormalised weights, or, `lag` units later, their normalised sum.
-
-    COUNT tiles of query rows make units of UNIT tiles each. Programs take their work in the order of tickets, so
-    whatever a program waits for is running or done. A tile holds WIDTH rows that are stored.
-    """
-    units = bs * tl.cdiv(COUNT, UNIT)
-    per_unit = (UNIT + 1) * chunks
-    ticket = tl.atomic_add(counters_ptr, 1)
-    item = ticket % per_unit
-    sums = item >= UNIT * chunks
-    unit = ticket // per_unit - tl.where(sums, lag, 0)
-    if (unit < 0) | (unit >= units):
+    """Sum the weights of all rows, from K."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
+    length = tl.minimum(tl.load(seq_lens_ptr + batch).to(tl.int32), limit)
+    targets = block * BLOCK + tl.arange(0, BLOCK)
+    out_ptr += batch * out_row
+    if block * BLOCK >= length:
+        tl.store(out_ptr + targets, tl.zeros([BLOCK], tl.float32), mask=targets < max_len)
         return
-    batch, first_tile = (unit % bs).to(tl.int64), unit // bs * UNIT
-    length = _length(seq_lens_ptr, batch, limit)
-    begin = tl.where(sums, item - UNIT * chunks, item // UNIT) * CHUNK
-    weighed_ptr = counters_ptr + 1
-    summed_ptr = weighed_ptr + units
-    arrived_ptr = summed_ptr + units
-    base = (unit % ring).to(tl.int64) * UNIT  # where the unit's tiles are in the ring
-    blocks = chunks * (CHUNK // BLOCK)
+    positions = targets - shift
+    inside = (positions >= 0) & (targets < length)
+    request = tl.load(req_pool_indices_ptr + batch).to(tl.int64)
+    slots = tl.load(req_to_token_ptr + request * token_row + positions, mask=inside, other=0).to(tl.int64)
+    rows, dims = tl.arange(0, TILE), tl.arange(0, D)
+    queries_ptr += batch * GROUPS * TILES * TILE * D
+    row_max_ptr += batch * GROUPS * TILES * TILE
+    row_weight_ptr += batch * GROUPS * TILES * TILE
+    scores = tl.zeros([TILE, BLOCK], tl.float32)
+    # Loaded a step ahead: only what feeds a product is kept in flight by the compiler.
+    next_max, next_weight = tl.load(row_max_ptr + rows), tl.load(row_weight_ptr + rows)
+    for step in tl.range(0, GROUPS * TILES, 1, num_stages=STAGES):
+        row_max, row_weight = next_max, next_weight
+        more = step + 1 < GROUPS * TILES
+        next_max = tl.load(row_max_ptr + (step + 1) * TILE + rows, mask=more, other=0.0)
+        next_weight = tl.load(row_weight_ptr + (step + 1) * TILE + rows, mask=more, other=0.0)
+        keys = _key_tile(k_ptr, keys_ptr, slots, inside, step // TILES, D, ALIGN)
+        queries = tl.load(queries_ptr + (step * TILE + rows)[:, None] * D + dims[None, :])
+        logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        scores += tl.exp2(logits - row_max[:, None]) * row_weight[:, None]
+    tl.store(out_ptr + targets, tl.where(inside, tl.sum(scores, 0), 0.0), mask=targets < max_len)
 
-    if sums:
-        out_ptr += batch * out_row
-        earlier = first_tile > 0
-        if not earlier:  # no score belongs there
-            for start in range(begin, begin + CHUNK, BLOCK):
-                targets = start + tl.arange(0, BLOCK)
-                tl.store(out_ptr + targets, 0.0, mask=((targets >= length) | (targets < shift)) & (targets < max_len))
-        if begin < length:
-            _wait(weighed_ptr + unit, tl.minimum(UNIT, COUNT - first_tile))
-            if earlier:
-                _wait(summed_ptr + unit - bs, tl.cdiv(length, CHUNK))
-            row = tl.arange(0, ROWS)
-            member, local = row // WIDTH, row % WIDTH
-            tile = first_tile + member
-            real = (member < UNIT) & (tile < COUNT) & (tile % TILES * TILE + local < M)
-            statistics = (base + member) * TILE + local
-            row_max = tl.load(row_max_ptr + statistics, mask=real, other=0.0, cache_modifier=".cg")
-            row_scale = tl.load(row_scale_ptr + statistics, mask=real, other=0.0, cache_modifier=".cg")
-            weights = weights_ptr + (base * WIDTH + row)[:, None] * chunks * CHUNK
-            for start in tl.range(begin, tl.minimum(begin + CHUNK, length), STEP):
-                positions = start + tl.arange(0, STEP)
-                targets = positions + shift
-                inside = targets < length
-                block = ((base + member) * blocks + start // BLOCK) * TILE + local
-                block_max = tl.load(block_max_ptr + block, mask=real, other=0.0, cache_modifier=".cg")
-                factor = tl.exp2(block_max - row_max) * row_scale
-                mask = inside[None, :] & real[:, None]
-                weight = tl.load(weights + positions[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-                scores = tl.sum(weight.to(tl.float32) * factor[:, None], 0)
-                scores += tl.load(
-                    out_ptr + targets, mask=targets < tl.where(earlier, length, 0), other=0.0, cache_modifier=".cg"
-                )
-                tl.store(out_ptr + targets, scores, mask=inside)
-            tl.debug_barrier()  # every thread's stores come before the one thread's atomic
-            tl.atomic_add(summed_ptr + unit, 1, sem="release")
-    else:
-        member = item % UNIT
-        tile = first_tile + member
-        if (tile < COUNT) & (begin < length):
-            if unit >= ring:  # the unit whose place in the ring this is must be done
-                _wait(summed_ptr + unit - ring, tl.cdiv(_length(seq_lens_ptr, (unit - ring) % bs, limit), CHUNK))
-            group = tile // TILES
-            local = tl.arange(0, TILE)
-            rows = tile % TILES * TILE + local
-            stored = (local < WIDTH) & (rows < M)
-            queries = _query_tile(q_ptr + batch * q_batch, heads_ptr, group, rows, q_row, q_head, M, SIZE, D)
-            request = tl.load(req_pool_indices_ptr + batch).to(tl.int64)
-            req_to_token_ptr += request * token_row
-            weights = weights_ptr + ((base + member) * WIDTH + local)[:, None] * chunks * CHUNK
-            largest = tl.full([TILE], -1e30, tl.float32)
-            total = tl.zeros([TILE], tl.float32)
-            for start in tl.range(begin, tl.minimum(begin + CHUNK, length), BLOCK, num_stages=STAGES):
-                positions = start + tl.arange(0, BLOCK)
-                inside = positions < length
-                slots = tl.load(req_to_token_ptr + positions, mask=inside, other=0).to(tl.int64)
-                keys = _key_tile(k_ptr, keys_ptr, slots, inside, group, D, ALIGN)
-                logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-                logits = tl.where(inside[None, :], logits, float("-inf"))
-                block_max = tl.max(logits, 1)
-                exponentials = tl.exp2(logits - block_max[:, None])
-                mask = inside[None, :] & stored[:, None]
-                tl.store(weights + positions[None, :], exponentials.to(weights_ptr.dtype.element_ty), mask=mask)
-                tl.store(block_max_ptr + ((base + member) * blocks + start // BLOCK) * TILE + local, block_max)
-                new = tl.maximum(largest, block_max)
-                total = total * tl.exp2(largest - new) + tl.sum(exponentials, 1) * tl.exp2(block_max - new)
-                largest = new
-            statistics = ((base + member) * chunks + begin // CHUNK) * TILE + local
-            tl.store(chunk_max_ptr + statistics, largest)
-            tl.store(chunk_sum_ptr + statistics, total)
-            tl.debug_barrier()
-            used = tl.cdiv(length, CHUNK)
-            if tl.atomic_add(arrived_ptr + unit * UNIT + member, 1, sem="acq_rel") == used - 1:
-                row_max, row_sum = _combine_chunks(chunk_max_ptr, chunk_sum_ptr, base + member, chunks, used, TILE, 32)
-                head = tl.load(heads_ptr + group * SIZE + rows % SIZE, mask=rows < M, other=-1)
-                tl.store(row_max_ptr + (base + member) * TILE + local, row_max)
-                # Padding weighs nothing.
-                tl.store(row_scale_ptr + (base + member) * TILE + local, tl.where(head >= 0, 1.0 / row_sum, 0.0))
-                tl.debug_barrier()
-                tl.atomic_add(weighed_ptr + unit, 1, sem="release")
+
+@triton.jit(
+    do_not_specialize=["limit", "max_len", "chunks", "shift", "out_row"],
+    do_not_specialize_on_alignment=["seq_lens_ptr"],
+)
+def sum_stored_kernel(
+    logits_ptr, seq_lens_ptr, row_max_ptr, row_weight_ptr, out_ptr, limit, max_len, chunks, shift, out_row,
+    M: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sum the weights of all rows, from stored logits; PADDED is M rounded up to whole tiles."""
+    block, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    length = tl.minimum(tl.load(seq_lens_ptr + batch).to(tl.int32), limit)
+    targets = block * BLOCK + tl.arange(0, BLOCK)
+    out_ptr += batch * out_row
+    if block * BLOCK >= length:
+        tl.store(out_ptr + targets, tl.zeros([BLOCK], tl.float32), mask=targets < max_len)
+        return
+    positions = targets - shift
+    inside = (positions >= 0) & (targets < length)
+    scores = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in tl.range(0, GROUPS * M, ROWS, num_stages=STAGES):
+        rows = start + tl.arange(0, ROWS)
+        real = rows < GROUPS * M
+        row_logits = (batch * GROUPS * M + rows)[:, None] * chunks * CHUNK
+        logits = tl.load(logits_ptr + row_logits + positions[None, :], mask=inside[None, :] & real[:, None], other=0.0)
+        row = (batch * GROUPS + rows // M) * PADDED + rows % M
+        row_max = tl.load(row_max_ptr + row, mask=real, other=0.0)
+        row_weight = tl.load(row_weight_ptr + row, mask=real, other=0.0)
+        scores += tl.exp2(logits - row_max[:, None]) * row_weight[:, None]
+    tl.store(out_ptr + targets, tl.where(inside, tl.sum(scores, 0), 0.0), mask=targets < max_len)
