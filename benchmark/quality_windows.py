@@ -60,7 +60,7 @@ class _Recorder:
         kv_heads = heads.kv_heads(self._shape.heads, self._shape.kv_heads)
         keys = [self._keys[layer] for layer in heads.layers]
         store = _Queries(heads, torch.cat(parts, dim=2).contiguous())
-        return kind(store, keys, kv_heads, self._scale, shift=shift).score(context)  # type: ignore[arg-type]
+        return kind(store, keys, kv_heads, self._scale, shift=shift).score(context)[0]  # type: ignore[arg-type]
 
 
 class Reading:

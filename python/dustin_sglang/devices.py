@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dustin_sglang.config import ConfigError, DustinConfig
+from dustin_sglang.selection.layer_groups import LayerGroups
 
 MAX_HEAD_DIM = 256  # of dustin_kernels.attend_slots
 
@@ -31,16 +32,18 @@ def attention_backend() -> str:
 
 def create_target_backend(model_runner: Any) -> Any:
     """The target's attention backend, which verifies over a selection."""
+    config, args, context = DustinConfig.from_env(), model_runner.server_args, model_runner.model_config.context_len
+    groups = LayerGroups(model_runner.model_config.num_attention_layers, config.layer_groups)
     if is_cpu():
         from dustin_sglang.cpu.verify import DustinCpuBackend
 
-        return DustinCpuBackend(model_runner)
+        return DustinCpuBackend(model_runner, groups)
     from dustin_sglang.selection.policies import POLICIES
 
-    config, args, context = DustinConfig.from_env(), model_runner.server_args, model_runner.model_config.context_len
     dense = POLICIES[config.policy].dense
     return _verify_backend_class(config, model_runner, dense)(
         model_runner,
+        groups=groups,
         list_width=context if dense or config.dense_fallback else min(config.budget, context),
         topk=args.speculative_eagle_topk,
         num_draft_tokens=args.speculative_num_draft_tokens,

@@ -5,6 +5,9 @@ position 0 has none. Of a selection made at committed length n, a draft forward 
 and every slot from n - 1 up: the tokens committed since and the forward's own. With every position listed that is
 everything, which is what dense drafting reads.
 
+Where groups of target layers have lists of their own, the draft reads the deepest group's: shallow layers attend to
+both ends above all, which every list holds.
+
 A request has a list before its first draft: its prefill leaves one, chosen by the queries that the prefill kept.
 
 Nothing approximate is written below `exact_len` (`radix.py`). A list leaves something out only if its request was
@@ -117,7 +120,7 @@ class SparseDraft:
         """Let the requests in `slots` int64 ``[batch]`` draft over `selection`, made at these committed lengths."""
         self._starts[slots] = seq_lens.long()
         if selection.positions is not None:
-            self._lists[slots] = selection.positions
+            self._lists[slots] = selection.positions[-1]
 
     def context(self, slots: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """KV slots that a draft forward reads below `ends` int64 ``[batch]``; recordable.

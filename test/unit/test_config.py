@@ -9,7 +9,7 @@ from dustin_sglang.config import ConfigError, DustinConfig, add_flags, flags_to_
 
 def test_defaults_are_the_documented_ones() -> None:
     assert DustinConfig.from_env({}) == DustinConfig(
-        512, 4, 64, None, "auto", "hybrid", "exact", "off", "auto", 0, 0, 0.0
+        512, 4, 64, None, "auto", "hybrid", 1, "exact", "off", "auto", 0, 0, 0.0
     )
 
 
@@ -21,6 +21,7 @@ def test_variables_set_every_field() -> None:
         "DUSTIN_LOOKAHEAD_SHARE": "0.75",
         "DUSTIN_PROFILE": "pair.json",
         "DUSTIN_POLICY": "history",
+        "DUSTIN_LAYER_GROUPS": "4",
         "DUSTIN_RADIX": "shared",
         "DUSTIN_SPARSE_DRAFT": "unscored",
         "DUSTIN_ATTENTION": "flashinfer",
@@ -28,7 +29,7 @@ def test_variables_set_every_field() -> None:
         "DUSTIN_MONITOR_INTERVAL": "16",
         "DUSTIN_DENSE_FALLBACK": "0.5",
     }
-    want = DustinConfig(256, 2, 16, 0.75, "pair.json", "history", "shared", "unscored", "flashinfer", 64, 16, 0.5)
+    want = DustinConfig(256, 2, 16, 0.75, "pair.json", "history", 4, "shared", "unscored", "flashinfer", 64, 16, 0.5)
     assert DustinConfig.from_env(env) == want
 
 
@@ -42,6 +43,8 @@ def test_variables_set_every_field() -> None:
         ("LOOKAHEAD_SHARE", "1.5", "--dustin-lookahead-share", "from 0 to 1"),
         ("LOOKAHEAD_SHARE", "nan", "--dustin-lookahead-share", "from 0 to 1"),
         ("POLICY", "best", "--dustin-policy", "hybrid"),
+        ("LAYER_GROUPS", "0", "--dustin-layer-groups", "from 1"),
+        ("LAYER_GROUPS", "two", "--dustin-layer-groups", "an integer from 1"),
         ("RADIX", "yes", "--dustin-radix", "exact, shared"),
         ("SPARSE_DRAFT", "on", "--dustin-sparse-draft", "off, all, unscored"),
         ("ATTENTION", "fa3", "--dustin-attention", "auto, dustin, flashinfer"),

@@ -68,15 +68,22 @@ def reads(draft: SparseDraft, slots: list[int], ends: list[int]) -> list[list[in
 
 def test_lists_follow_their_request_slots_when_requests_change_places() -> None:
     draft = SparseDraft(frozenset(), 3, 4, table())
-    positions = torch.tensor([[0, 5, 19], [0, 7, 29]], dtype=torch.int32)
+    positions = torch.tensor([[[0, 5, 19], [0, 7, 29]]], dtype=torch.int32)
     draft.keep(Selection(positions, [3, 3], [True, True]), torch.tensor([1, 2]), torch.tensor([20, 30]))
     assert reads(draft, [2, 1], [31, 20]) == [[2006, 2028, 2029, 2030], [1004, 1018, 1019]]
+
+
+def test_of_several_groups_the_deepest_ones_list_is_read() -> None:
+    draft = SparseDraft(frozenset(), 3, 4, table())
+    positions = torch.tensor([[[0, 3, 19]], [[0, 5, 19]]], dtype=torch.int32)
+    draft.keep(Selection(positions, [3], [True]), torch.tensor([1]), torch.tensor([20]))
+    assert reads(draft, [1], [20]) == [[1004, 1018, 1019]]
 
 
 def test_a_new_request_in_a_slot_has_the_list_of_its_own_prefill() -> None:
     draft = SparseDraft(frozenset(), 3, 4, table())
     draft.keep(
-        Selection(torch.tensor([[0, 5, 19]], dtype=torch.int32), [3], [True]), torch.tensor([1]), torch.tensor([20])
+        Selection(torch.tensor([[[0, 5, 19]]], dtype=torch.int32), [3], [True]), torch.tensor([1]), torch.tensor([20])
     )
     draft.keep(Selection(None, [2], [False]), torch.tensor([1]), torch.tensor([2]))
     assert reads(draft, [1], [3]) == [[1000, 1001, 1002]]
@@ -85,7 +92,7 @@ def test_a_new_request_in_a_slot_has_the_list_of_its_own_prefill() -> None:
 def test_padded_rows_of_a_captured_batch_read_the_dummy_slot() -> None:
     draft = SparseDraft(frozenset(), 3, 4, table())
     draft.keep(
-        Selection(torch.tensor([[0, 5, 19]], dtype=torch.int32), [3], [True]), torch.tensor([1]), torch.tensor([20])
+        Selection(torch.tensor([[[0, 5, 19]]], dtype=torch.int32), [3], [True]), torch.tensor([1]), torch.tensor([20])
     )
     assert reads(draft, [1, 0], [20, 1])[1] == [0]
 
@@ -93,7 +100,7 @@ def test_padded_rows_of_a_captured_batch_read_the_dummy_slot() -> None:
 def test_positions_at_the_end_of_the_table_do_not_leave_it() -> None:
     draft = SparseDraft(frozenset(), 3, 4, table(width=20))
     draft.keep(
-        Selection(torch.tensor([[0, 5, 17]], dtype=torch.int32), [3], [True]), torch.tensor([1]), torch.tensor([18])
+        Selection(torch.tensor([[[0, 5, 17]]], dtype=torch.int32), [3], [True]), torch.tensor([1]), torch.tensor([18])
     )
     assert reads(draft, [1], [20]) == [[1004, 1016, 1017, 1018, 1019]]
 

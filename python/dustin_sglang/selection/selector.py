@@ -19,7 +19,8 @@ class Selection:
     Attributes
     ----------
     positions
-        int32 ``[batch, budget]``, ascending, -1 beyond a request's count; None lists every position.
+        int32 ``[groups, batch, budget]``, ascending, -1 beyond a request's count, which is the same in all groups of
+        layers; None lists every position.
     counts
         Listed positions a request, known to the host; more than `positions` is wide where the whole context is read.
     sparse
@@ -49,7 +50,7 @@ class Selector:
     policy, budget
         What to choose and how many.
     lookahead, history
-        The two signals.
+        The two signals; history has a part for each group of layers that the policy scores it for.
     pages
         History by page bounds, for the policies that are `Policy.paged`.
     """
@@ -83,7 +84,7 @@ class Selector:
         if not any(sparse):
             return Selection(None, list(seq_lens), sparse)
         lookahead, history = self.scores(context, drafted=drafted)
-        positions = self.policy.select(self.budget, lookahead, history, context)
+        positions = self.policy.select_groups(self.budget, lookahead, history, context)
         counts = [min(n, self.budget.total) for n in seq_lens]
         if not measured:
             return Selection(positions, counts, sparse)
@@ -91,10 +92,13 @@ class Selector:
         return Selection(positions, counts, sparse, measures)
 
     def scores(self, context: Context, *, drafted: bool = True) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Lookahead and history float32 ``[batch, context.max_len]``; None where the policy does not use the signal."""
+        """Lookahead float32 ``[batch, context.max_len]`` and history ``[groups, batch, context.max_len]``.
+
+        None where the policy does not use the signal.
+        """
         policy = self.policy
         back = self._pages if policy.paged else self._history
         return (
-            self._lookahead.score(context, drafted=drafted) if policy.uses_lookahead else None,
+            self._lookahead.score(context, drafted=drafted)[0] if policy.uses_lookahead else None,
             back.score(context) if policy.uses_history else None,
         )
