@@ -81,11 +81,13 @@ def test_a_sparse_draft_drafts_as_a_dense_one_within_the_budget(
     assert steps["off"] == steps[mode], "as many verifications: the drafts are the same"
 
 
-@pytest.mark.parametrize("policy", ["hybrid-sum", "quest", "snapkv"])
+@pytest.mark.parametrize("policy", ["hybrid-sum", "hybrid-depth", "quest", "snapkv"])
 def test_every_scoring_policy_is_exact_up_to_the_budget(
     models: dict[str, str], dense: dict[str, list[int]], policy: str
 ) -> None:
     env = {"DUSTIN_BUDGET": "4096", "DUSTIN_POLICY": policy}
+    if policy == "hybrid-depth":
+        env["DUSTIN_LAYER_GROUPS"] = "2"
     result = in_child(generate, dustin(models), PROMPTS, NEW_TOKENS, env=env)
     assert result["first"] == dense and result["leaked"] == 0
 

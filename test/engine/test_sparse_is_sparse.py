@@ -75,7 +75,8 @@ def run(arguments: dict[str, Any], poison: str) -> dict[str, Any]:
 @pytest.mark.parametrize("policy", sorted(name for name, policy in POLICIES.items() if not policy.dense))
 @pytest.mark.parametrize("shape", [{}, TREE], ids=["chain", "tree"])
 def test_unlisted_slots_are_never_read(models: dict[str, str], policy: str, shape: dict[str, int]) -> None:
-    env = {"DUSTIN_BUDGET": "40", "DUSTIN_WINDOW": "16", "DUSTIN_POLICY": policy}
+    groups = "2" if policy == "hybrid-depth" else "1"
+    env = {"DUSTIN_BUDGET": "40", "DUSTIN_WINDOW": "16", "DUSTIN_POLICY": policy, "DUSTIN_LAYER_GROUPS": groups}
     page_size = 16 if policy == "hybrid" else 1
     arguments = dustin(models, page_size=page_size, **shape)
     clean = in_child(run, arguments, "nothing", env=env)

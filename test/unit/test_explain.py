@@ -117,7 +117,7 @@ def test_sources_of_a_case_by_hand() -> None:
     assert sources(budget, positions[0], lookahead, history, 8) == "prl.b.rp"
 
 
-@pytest.mark.parametrize("policy", sorted(name for name, policy in POLICIES.items() if not policy.dense))
+@pytest.mark.parametrize("policy", CHOOSING)
 def test_every_list_has_the_budget_and_names_only_sources_of_its_policy(models: list[TracedModel], policy: str) -> None:
     names = source_names(POLICIES[policy]().budget(SIZE.budget, SIZE.sinks, SIZE.window, 0.5))
     for one in decode(models, policy).rounds:

@@ -12,7 +12,8 @@ from dustin_sglang.calibrate.trace import CalibrationError
 from dustin_sglang.selection.policies import POLICIES
 
 MODEL, DRAFT = Path(".models/smollm2"), Path(".models/smollm2-draft26")  # the demo's
-CHOOSING = sorted(name for name, policy in POLICIES.items() if not policy.dense)
+# What makes one list: hybrid-depth's are those of lookahead and of history.
+CHOOSING = sorted(name for name, policy in POLICIES.items() if not policy.dense and policy.why_not_groups(1) is None)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
