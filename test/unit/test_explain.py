@@ -19,6 +19,7 @@ from dustin_sglang.calibrate.texts import Passage
 from dustin_sglang.calibrate.trace import CalibrationError, TracedModel
 from dustin_sglang.calibrate.windows import collect
 from dustin_sglang.explain.__main__ import main
+from dustin_sglang.explain.checks import CHOOSING
 from dustin_sglang.explain.heat import heat
 from dustin_sglang.explain.page import Subject, render, source_names
 from dustin_sglang.explain.prompt import PART_OF_CHARACTER, pieces
