@@ -44,6 +44,21 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise CalibrationError(f"--out {args.out}: give the name of a file in a folder that exists")
 
 
+def check_groups(args: argparse.Namespace, layers: int) -> None:
+    """Check the groups of a target of so many layers.
+
+    Raises
+    ------
+    CalibrationError
+        There are too many, the policy cannot have them, or the one to draw is not among them.
+    """
+    count = args.layer_groups
+    require("--layer-groups", count, 1 <= count <= layers, f"from 1 to {layers}, the target's layers")
+    if obstacle := POLICIES[args.policy].why_not_groups(count):
+        raise CalibrationError(f"--layer-groups is {count} with --policy {args.policy}: {obstacle}")
+    require("--group", args.group, 1 <= args.group <= count, f"from 1 to --layer-groups, {count}")
+
+
 def check_length(args: argparse.Namespace, prompt: int, most: int) -> None:
     """Check that a prompt of that many tokens is read in part, by models that take `most` tokens.
 
