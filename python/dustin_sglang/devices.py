@@ -25,6 +25,17 @@ def to_device(rows: list[list[int]], device: Any) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
 
 
+def to_host(values: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Copy without waiting; the copy and the event behind it, None on the CPU."""
+    if not values.is_cuda:
+        return values, None
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return host, copied
+
+
 def attention_backend() -> str:
     """Name of the attention backend that target and draft use."""
     return "torch_native" if is_cpu() else "flashinfer"
@@ -60,6 +71,12 @@ def _verify_backend_class(config: DustinConfig, model_runner: Any, dense: bool) 
     if config.attention == "dustin" and obstacle:
         raise ConfigError(f"--dustin-attention dustin (or DUSTIN_ATTENTION): {obstacle}; use flashinfer")
     if config.attention == "flashinfer" or (config.attention == "auto" and (dense or obstacle)):
+        if config.mass < 1:
+            raise ConfigError(
+                f"--dustin-mass (or DUSTIN_MASS) is {config.mass:g}, but FlashInfer plans from counts that the host "
+                f"does not know in time{f' (dustin: {obstacle})' if obstacle else ''}; use 1"
+                + ("" if obstacle else ", or --dustin-attention dustin")
+            )
         return DustinFlashInferBackend
     return DustinAttendBackend
 

@@ -92,16 +92,20 @@ class ListedBackend(FlashInferAttnBackend):
         self, forward_batch: Any, counts: list[int], kv_indptr: torch.Tensor, kv_indices: list[torch.Tensor]
     ) -> None:
         """Write where every request's list starts, int32 ``[batch + 1]``, and each group's slots; on the device."""
-        positions = self._selection.positions if self._selection is not None else None
+        selection = self._selection
+        positions = None if selection is None else selection.positions
         bs = len(counts)
         committed = forward_batch.seq_lens[:bs]
         seq_lens, whole = committed, []
         if positions is not None:
             width = positions.shape[2]
             whole = [row for row, n in enumerate(counts) if n > width]
-            if positions.shape[1] < bs:  # padded rows list position 0
-                positions = torch.nn.functional.pad(positions, (0, 0, 0, bs - positions.shape[1]))
             seq_lens = committed.clamp(max=width)
+            padding = bs - positions.shape[1]
+            if selection is not None and selection.kept is not None:
+                seq_lens = torch.nn.functional.pad(selection.kept, (0, padding), value=1)
+            if padding:  # padded rows list position 0
+                positions = torch.nn.functional.pad(positions, (0, 0, 0, padding))
             for row in whole:
                 seq_lens[row : row + 1].copy_(committed[row : row + 1])
         kv_indptr[:1].zero_()

@@ -9,6 +9,7 @@ from typing import Any
 from dustin_sglang import compat, devices
 from dustin_sglang.config import ConfigError, DustinConfig
 from dustin_sglang.profile import ModelShape, Profile, choose_profile
+from dustin_sglang.selection.adaptive import least
 from dustin_sglang.selection.heads import Heads
 from dustin_sglang.selection.layer_groups import LayerGroups
 from dustin_sglang.selection.page_bounds import PageBounds
@@ -45,10 +46,13 @@ class Wiring:
         if policy.dense:
             reads, exact = "every position", "everything"
         else:
+            fewer = "" if config.mass == 1 else f"{least(budget)} to "
             reads = (
-                f"{budget.total} positions ({budget.protected} protected, {budget.lookahead} lookahead, "
+                f"{fewer}{budget.total} positions ({budget.protected} protected, {budget.lookahead} lookahead, "
                 f"{budget.left} {budget.rest})"
             )
+            if fewer:
+                reads += f", up to {config.mass:g} of the estimated mass,"
             rest = f"the rest every {config.rectify_interval} tokens; " if config.rectify_interval else ""
             exact = f"contexts of up to {budget.total} tokens, prompts; {rest}radix {config.radix}"
         groups = "" if config.layer_groups == 1 else f" in each of {config.layer_groups} groups of layers"
@@ -130,6 +134,7 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
         lookahead=_signal(Signal, draft_runner, draft_store, [profile.lookahead], shift=1),
         history=_signal(Signal, target_runner, target_store, history, shift=0),
         pages=_signal(PageBounds, target_runner, target_store, history, shift=0),
+        mass=config.mass,
     )
     sparse_draft = None
     if config.sparse_draft != "off" and not policy.dense:

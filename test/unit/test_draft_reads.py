@@ -24,7 +24,8 @@ def test_a_draft_reads_the_shifted_list_and_every_slot_since(seed: int) -> None:
     ends = [start + draw.randrange(6) for start in starts]
     chosen = [listed(start, seed * 8 + b) for b, start in enumerate(starts)]
     lists = torch.tensor([own + [-1] * (BUDGET - len(own)) for own in chosen], dtype=torch.int32)
-    positions, counts = draft_reads(lists, torch.tensor(starts), torch.tensor(ends), BUDGET + 1 + 6)
+    full = torch.full((8,), BUDGET)
+    positions, counts = draft_reads(lists, full, torch.tensor(starts), torch.tensor(ends), BUDGET + 1 + 6)
     for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
         want = {p - 1 for p in chosen[b] if p > 0} | set(range(start - 1, end))
         assert positions[b, : counts[b]].tolist() == sorted(want)
@@ -33,13 +34,14 @@ def test_a_draft_reads_the_shifted_list_and_every_slot_since(seed: int) -> None:
 def test_with_every_position_listed_it_reads_everything() -> None:
     length, end = 30, 34
     everything = torch.arange(length, dtype=torch.int32).unsqueeze(0)
-    positions, counts = draft_reads(everything, torch.tensor([length]), torch.tensor([end]), 40)
+    positions, counts = draft_reads(everything, torch.tensor([length]), torch.tensor([length]), torch.tensor([end]), 40)
     assert positions[0, : counts[0]].tolist() == list(range(end))
 
 
 def test_a_request_within_the_budget_reads_everything_whatever_its_row_holds() -> None:
     stale = torch.full((1, BUDGET), 3, dtype=torch.int32)
-    positions, counts = draft_reads(stale, torch.tensor([BUDGET]), torch.tensor([BUDGET + 4]), BUDGET + 5)
+    length = torch.tensor([BUDGET])
+    positions, counts = draft_reads(stale, length - 3, length, length + 4, BUDGET + 5)
     assert positions[0, : counts[0]].tolist() == list(range(BUDGET + 4))
 
 
@@ -78,6 +80,13 @@ def test_of_several_groups_the_deepest_ones_list_is_read() -> None:
     positions = torch.tensor([[[0, 3, 19]], [[0, 5, 19]]], dtype=torch.int32)
     draft.keep(Selection(positions, [3], [True]), torch.tensor([1]), torch.tensor([20]))
     assert reads(draft, [1], [20]) == [[1004, 1018, 1019]]
+
+
+def test_a_list_that_ended_early_is_read_up_to_its_end() -> None:
+    draft = SparseDraft(frozenset(), 3, 4, table())
+    ended = Selection(torch.tensor([[[0, 19, -1]]], dtype=torch.int32), [3], [True], kept=torch.tensor([2]))
+    draft.keep(ended, torch.tensor([1]), torch.tensor([20]))
+    assert reads(draft, [1], [22]) == [[1018, 1019, 1020, 1021]]
 
 
 def test_a_new_request_in_a_slot_has_the_list_of_its_own_prefill() -> None:

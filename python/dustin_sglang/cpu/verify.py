@@ -55,7 +55,8 @@ class DustinCpuBackend(ExtendTap, CpuAttnBackend):
         if self._selection.positions is None:
             return slots
         positions, counts = self._selection.positions[group], self._selection.counts
+        kept = counts if self._selection.kept is None else self._selection.kept.tolist()
         return [
-            own if n > positions.shape[1] else own[listed[:n].long()]
-            for own, listed, n in zip(slots, positions, counts, strict=True)
+            own if most > positions.shape[1] else own[listed[:n].long()]
+            for own, listed, n, most in zip(slots, positions, kept, counts, strict=True)
         ]
