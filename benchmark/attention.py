@@ -31,7 +31,7 @@ from shapes import ATTENTION_SHAPES
 from timing import GraphTimer, Timing
 from tqdm import tqdm
 
-KEY = ("shape", "batch", "context", "g", "slots", "k", "method", "lookahead")
+KEY = ("shape", "batch", "context", "g", "slots", "k", "method", "lookahead", "groups")
 SCORES, CHOICES = ("score-lookahead", "score-history"), ("select", "write-slots")
 GROUPS = {
     "dense": (*DENSE, "roofline"),
@@ -39,7 +39,7 @@ GROUPS = {
     "selection": (*SCORES, *CHOICES, "selection"),
 }
 METHODS = tuple(itertools.chain(*GROUPS.values()))
-_BASE = dict(k=None, method="flashinfer", lookahead=None)
+_BASE = dict(k=None, method="flashinfer", lookahead=None, groups=None)
 MAX_FAILURES = 10
 
 
@@ -51,9 +51,14 @@ def row_keys(args: argparse.Namespace, shape: str, batch: int, context: int) -> 
     for k in args.ks:
         keys += [dict(k=k, method=method, lookahead=None) for method in (*SPARSE, *CHOICES)]
         keys += [
-            dict(k=k, method=method, lookahead=heads) for method in (*SELECTED, "selection") for heads in args.lookahead
+            dict(k=k, method=method, lookahead=heads, groups=groups if groups > 1 else None)
+            for method in (*SELECTED, "selection")
+            for heads in args.lookahead
+            for groups in args.groups
         ]
-    return [cell | key for key in keys if key["method"] in args.methods and (key["k"] or 0) < context]
+    return [
+        cell | dict(groups=None) | key for key in keys if key["method"] in args.methods and (key["k"] or 0) < context
+    ]
 
 
 class CellRunner:
@@ -73,27 +78,27 @@ class CellRunner:
         self._work, self._timer, self._bandwidth = work, timer, bandwidth
         self._flashinfer: dict[int | None, torch.Tensor] = {}
 
-    def measure(self, method: str, k: int | None, lookahead: str | None) -> Row:
+    def measure(self, method: str, k: int | None, lookahead: str | None, groups: int = 1) -> Row:
         """Return what a row holds beside its key; `skipped` says why it holds nothing."""
-        floor_us = self._floor(method, k, lookahead)
+        floor_us = self._floor(method, k, lookahead, groups)
         if method == "roofline":
             return self._attention_row(floor_us, floor_us)
         try:
             if method in GROUPS["selection"]:
-                call = parts(self._work, k or SINKS + WINDOW, lookahead or "3x4")[method]
+                call = parts(self._work, k or SINKS + WINDOW, lookahead or "3x4", groups)[method]
                 timing = self._timer.time([call], whole=True)
                 return _row(timing.median_us, floor_us) | _spread(timing, 1)
-            return self._attention(self._step(method, k, lookahead), method, k, floor_us)
+            return self._attention(self._step(method, k, lookahead, groups), method, k, floor_us)
         except (DoesNotFit, torch.cuda.OutOfMemoryError) as error:
             torch.cuda.empty_cache()
             return dict(skipped=str(error).split("\n")[0])
 
-    def _step(self, method: str, k: int | None, lookahead: str | None) -> Step:
+    def _step(self, method: str, k: int | None, lookahead: str | None, groups: int) -> Step:
         if k is None:
             return dense_step(method, self._work)
         if lookahead is None:
             return sparse_step(method, self._work, k)
-        return selected_step(method, self._work, k, lookahead)
+        return selected_step(method, self._work, k, lookahead, groups)
 
     def _attention(self, step: Step, method: str, k: int | None, floor_us: float) -> Row:
         difference = {} if method in SELECTED else self._compare(step, method, k)
@@ -119,14 +124,14 @@ class CellRunner:
     def _attention_row(self, median_us: float, floor_us: float) -> Row:
         return _row(median_us, floor_us) | dict(step_us=round(median_us * self._work.cell.target.layers, 1))
 
-    def _floor(self, method: str, k: int | None, lookahead: str | None) -> float:
+    def _floor(self, method: str, k: int | None, lookahead: str | None, groups: int) -> float:
         cell = self._work.cell
         ahead, history = scored_heads(lookahead or "3x4", cell.target, cell.draft)
         selection = {
             "score-lookahead": lambda: floors.score_bytes(cell, ahead),
-            "score-history": lambda: floors.score_bytes(cell, history),
-            "select": lambda: floors.select_bytes(cell, k or 0),
-            "write-slots": lambda: floors.write_bytes(cell, k or 0),
+            "score-history": lambda: groups * floors.score_bytes(cell, history),
+            "select": lambda: groups * floors.select_bytes(cell, k or 0),
+            "write-slots": lambda: groups * floors.write_bytes(cell, k or 0),
         }
         if method in selection:
             num_bytes: float = selection[method]()
@@ -153,13 +158,13 @@ def with_ratio(row: Row, results: Results) -> Row:
     """
     if "step_us" not in row:
         return row
-    key = {field: row[field] for field in KEY}
+    key = {field: row.get(field) for field in KEY}
     ratios = {}
     base = row if row["method"] == "flashinfer" else results.find(**key | _BASE)
     if base and "step_us" in base:
         ratios["ratio"] = round(base["median_us"] / row["median_us"], 2)
     if row["method"] in SELECTED:
-        alone = results.find(**key | dict(method=row["method"].removesuffix("+selection"), lookahead=None))
+        alone = results.find(**key | dict(method=row["method"].removesuffix("+selection"), lookahead=None, groups=None))
         if alone and "step_us" in alone:
             ratios["selection_share"] = round(1 - alone["step_us"] / row["step_us"], 3)
     return row | ratios
@@ -168,7 +173,7 @@ def with_ratio(row: Row, results: Results) -> Row:
 def describe(row: Row) -> str:
     """One line a row."""
     where = f"{row['shape']:17} B{row['batch']:<3} {row['context']:>6} k {row['k'] or '-':>4}"
-    what = f"{row['method']} {row['lookahead'] or ''}"
+    what = f"{row['method']} {row['lookahead'] or ''}" + (f", {row['groups']} lists" if row.get("groups") else "")
     if "skipped" in row:
         return f"{where} {what:34} skipped: {row['skipped']}"
     ratio = f"{row['ratio']:7.2f}x" if "ratio" in row else ""
@@ -187,6 +192,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"groups {', '.join(GROUPS)}; or single ones: {', '.join(METHODS)}",
     )  # fmt: skip
     parser.add_argument("--lookahead", nargs="+", default=["3x4", "half"], choices=["3x4", "3xall", "half"])
+    parser.add_argument("--groups", nargs="+", type=int, default=[1], help="groups of layers with a list each")
     parser.add_argument("--g", type=int, default=5, help="tokens under verification a request")
     parser.add_argument("--slots", choices=["contiguous", "scattered"], default="contiguous")
     parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s of the floors (a copy on one H200)")
@@ -195,6 +201,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add_run_options(parser)
     args = parser.parse_args(arguments)
     args.methods = sorted({name for method in args.methods for name in GROUPS.get(method, (method,))})
+    if min(args.groups) < 1:
+        parser.error(f"--groups has {min(args.groups)}; it must be at least 1")
     if args.g < 2:
         parser.error(f"--g is {args.g}; it must be at least 2")
     if min(args.ks) < SINKS + WINDOW:
@@ -224,7 +232,7 @@ def run(args: argparse.Namespace, results: Results, timer: GraphTimer, device: s
     failures = 0
     for key in progress(left, Deadline(args.minutes), "row"):
         try:
-            row = runner(cell_of(args, key)).measure(key["method"], key["k"], key["lookahead"])
+            row = runner(cell_of(args, key)).measure(key["method"], key["k"], key["lookahead"], key["groups"] or 1)
         except MemoryError as error:
             row = dict(skipped=str(error))
         except Exception as error:  # one method's fault; the other rows are still worth their time

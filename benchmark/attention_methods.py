@@ -13,6 +13,7 @@ from timing import Call
 from torch import Tensor
 
 from dustin_kernels import attend_slots, write_slots
+from dustin_sglang.selection.layer_groups import LayerGroups
 
 MAX_LISTS = 16  # different lists of positions, where there are fewer pools than layers
 _WORKSPACE_BYTES = 384 * 2**20  # SGLang's default for FlashInfer
@@ -189,15 +190,20 @@ def sparse_step(method: str, work: Workload, k: int) -> Step:
     return Step([attend[layer // pools % lists](layer % pools) for layer in range(layers)], out, lists)
 
 
-def selected_step(method: str, work: Workload, k: int, lookahead: str) -> Step:
-    """A step that selects and whose layers all read the one list that came out."""
+def selected_step(method: str, work: Workload, k: int, lookahead: str, groups: int = 1) -> Step:
+    """A step that selects and whose layers read the list of their group that came out."""
     out = torch.empty_like(work.q)
-    kv_indices = random_list(work, k, seed=0)
+    kv_indices = random_lists(work, k, groups)
     chain = SelectionChain(work, lookahead, k, kv_indices)
-    attend = _ATTEND[method.removesuffix("-sparse+selection")](work, kv_indices, k, out)
-    pools = len(work.keys)
-    layers: list[Call] = [attend(layer % pools) for layer in range(work.cell.target.layers)]
-    return Step([chain, *layers], out, 1)
+    attend = [_ATTEND[method.removesuffix("-sparse+selection")](work, own, k, out) for own in kv_indices]
+    pools, layers = len(work.keys), work.cell.target.layers
+    of = LayerGroups(layers, groups).of
+    return Step([chain, *(attend[of(layer)](layer % pools) for layer in range(layers))], out, groups)
+
+
+def random_lists(work: Workload, k: int, groups: int) -> Tensor:
+    """A random list for each group of layers, int32 [groups, batch * (k + g)]."""
+    return torch.stack([random_list(work, k, seed) for seed in range(groups)])
 
 
 def random_list(work: Workload, k: int, seed: int) -> Tensor:
@@ -220,9 +226,9 @@ def random_list(work: Workload, k: int, seed: int) -> Tensor:
     return kv_indices
 
 
-def parts(work: Workload, k: int, lookahead: str) -> dict[str, Call]:
+def parts(work: Workload, k: int, lookahead: str, groups: int = 1) -> dict[str, Call]:
     """The whole selection of a step, and each part of it."""
-    chain = SelectionChain(work, lookahead, k, random_list(work, k, seed=0))
+    chain = SelectionChain(work, lookahead, k, random_lists(work, k, groups))
     chain()  # each part alone works on what the ones before it left
     return {
         "selection": chain,

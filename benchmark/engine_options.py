@@ -38,6 +38,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=int, default=512, help="k, positions a verification reads")
     parser.add_argument("--steps", type=int, default=4, help="draft steps; one more token is verified")
     parser.add_argument("--accept-length", type=float, default=3.0, help="forced, with shapes")
+    parser.add_argument("--layer-groups", type=int, default=1, help="DUSTIN_LAYER_GROUPS")
+    parser.add_argument("--mass", type=float, default=1.0, help="DUSTIN_MASS")
     parser.add_argument("--sparse-draft", default="all", choices=["all", "unscored"], help="DUSTIN_SPARSE_DRAFT")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
 
@@ -84,6 +86,8 @@ def set_environment(method: str, models: Models, args: argparse.Namespace) -> No
     """Set the variables that an engine's processes inherit, and unset those of another one."""
     wanted = {
         "DUSTIN_BUDGET": str(args.budget),
+        "DUSTIN_LAYER_GROUPS": str(args.layer_groups),
+        "DUSTIN_MASS": str(args.mass),
         "DUSTIN_SPARSE_DRAFT": args.sparse_draft if method == SPARSE_DRAFT else None,
         "SGLANG_SIMULATE_ACC_LEN": str(args.accept_length) if models.dummy else None,
         "SGLANG_PROFILE_WITH_STACK": "false",
@@ -106,16 +110,18 @@ def flags(arguments: dict[str, Any]) -> list[str]:
 
 def row_key(method: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the part of a row's key that names engine and models."""
-    speculates = method != NO_SPECULATION
+    speculates, ours = method != NO_SPECULATION, method in (DUSTIN, SPARSE_DRAFT)
     return dict(
         shape=Path(args.target).name,
         draft=Path(args.draft).name if speculates else None,
         method=method,
-        k=args.budget if method in (DUSTIN, SPARSE_DRAFT) else None,
+        k=args.budget if ours else None,
+        layer_groups=args.layer_groups if ours and args.layer_groups > 1 else None,  # as in rows from before the flag
+        mass=args.mass if ours and args.mass < 1 else None,
         g=args.steps + 1 if speculates else 1,
         sparse_draft=args.sparse_draft if method == SPARSE_DRAFT else None,
         tp=args.tp,
     )
 
 
-ENGINE_KEY = ("shape", "draft", "method", "k", "g", "sparse_draft", "tp")
+ENGINE_KEY = ("shape", "draft", "method", "k", "layer_groups", "mass", "g", "sparse_draft", "tp")

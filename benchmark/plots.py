@@ -188,8 +188,15 @@ def _label(axes: Axes, title: str, x: str, y: str, *, legend: bool = True) -> No
 
 def draw_all(results: Path, out: Path, *, shape: str, batch: int, k: int) -> list[Path]:
     """Draw every plot that has rows; return the files."""
-    attention_rows = latest_rows(read_runs(results / "attention.json"), attention.KEY)
-    engine_rows = latest_rows(read_runs(results / "end_to_end.json"), end_to_end.KEY)
+    # Plots compare engines and kernels with one list of the whole budget.
+    attention_rows = [
+        row for row in latest_rows(read_runs(results / "attention.json"), attention.KEY) if row.get("groups") is None
+    ]
+    engine_rows = [
+        row
+        for row in latest_rows(read_runs(results / "end_to_end.json"), end_to_end.KEY)
+        if row.get("layer_groups") is row.get("mass") is None
+    ]
     serving_rows = latest_rows(read_runs(results / "serving.json"), serving_sweep.KEY)
     quality_rows = latest_rows(read_runs(results / "quality.json"), quality.KEY)
     plots: dict[str, Callable[[], Figure | None]] = {

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quality_methods import CHOICES, ORACLE, Method, make_methods, make_profiles
+from quality_methods import CHOICES, ORACLE, Method, make_methods, make_profiles, possible_groups
 from quality_statistics import Bootstrap, summarise
 from quality_texts import TASKS, make_passage
 from quality_windows import Reading, measure
@@ -89,7 +89,7 @@ class Quality:
             profiles,
             args,
         )
-        self._methods = make_methods(args.policies, profiles, args.shares, target.shape.layers)
+        self._methods = make_methods(args.policies, profiles, args.shares, target.shape.layers, args.groups)
         first, profile = next(iter(profiles.items()))
         self._default = Method("hybrid", 1, first, profile.lookahead_share)
 
@@ -127,7 +127,7 @@ class Quality:
         with tqdm(total=args.windows, desc=f"{task} {context}", unit="window") as bar:
             while sum(sizes) < args.windows and not deadline.passed:
                 passage = make_passage(task, texts, len(sizes), context, args.rows, args.seed)
-                reading = Reading(self._target, self._draft, passage, args.rows, self._profiles)
+                reading = Reading(self._target, self._draft, passage, args.rows, self._profiles, args.groups)
                 for k in args.ks:
                     measured = measure(reading, self._methods, ListSize(k, args.sinks, args.window))
                     for method, table in measured.items():
@@ -165,7 +165,7 @@ class Quality:
 
 def name_of(row: Row) -> str:
     """What a table calls a row's method."""
-    name = f"{row['policy']}, a list per layer" if row["groups"] > 1 else row["policy"]
+    name = f"{row['policy']}, {row['groups']} lists" if row["groups"] > 1 else row["policy"]
     share = "" if row["lookahead_share"] is None else f" {row['lookahead_share']:g}"
     return name + share + ("" if row["profile"] is None else f" ({row['profile']})")
 
@@ -200,8 +200,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     add("--contexts", nargs="+", type=int, default=[4096], metavar="N", help="tokens of a passage's last window")
     add("--ks", nargs="+", type=int, default=[128, 256, 512, 1024], metavar="K", help="budgets")
-    add("--policies", nargs="+", choices=CHOICES, default=list(CHOICES), help="the one-list oracle is always measured; "
-        "oracle adds the one with a list per layer")  # fmt: skip
+    add("--policies", nargs="+", choices=CHOICES, help="the one-list oracle is always measured; oracle adds those with "
+        "a list per group and per layer (default: all that --groups allow)")  # fmt: skip
+    add("--groups", nargs="+", type=int, default=[1], metavar="G", help="groups of layers with a list each, for "
+        "policies that can have them (default: %(default)s)")  # fmt: skip
     add("--profile", nargs="+", default=["auto"], help="auto (as at a launch), automatic, all-heads, random-heads, "
         "or files")  # fmt: skip
     add("--shares", nargs="+", type=float, default=[], help="lookahead shares of hybrid beside each profile's own")
@@ -223,6 +225,12 @@ def _check(args: argparse.Namespace) -> None:
     protected = args.sinks + args.window
     if min(args.ks) <= protected:
         raise ValueError(f"--ks {min(args.ks)}: must be above --sinks plus --window, {protected}")
+    chosen = args.policies or CHOICES
+    args.policies = [name for name in chosen if name == ORACLE or possible_groups(name, args.groups)]
+    if min(args.groups) < 1:
+        raise ValueError(f"--groups {min(args.groups)}: must be at least 1")
+    if len(args.policies) < len(chosen) and chosen is not CHOICES:
+        raise ValueError(f"--policies {' '.join(chosen)}: hybrid-depth needs an even number among --groups")
     if any(not 0 <= share <= 1 for share in args.shares):
         raise ValueError(f"--shares {args.shares}: must be in 0..1")
     if args.rows < 2 or args.windows < 1 or min(args.contexts) < 256:
@@ -246,6 +254,8 @@ def _run(args: argparse.Namespace) -> None:
 
     start = time.monotonic()
     target, draft = load_pair(args)
+    if max(args.groups) > target.shape.layers:
+        raise ValueError(f"--groups {max(args.groups)}: the target has {target.shape.layers} layers")
     check_context(target, draft, Settings(context=max(args.contexts), rows=args.rows))
     shapes, paths = dict(draft=draft.shape, target=target.shape), dict(draft=args.draft, target=args.target)
     profiles = make_profiles(args.profile, shapes, paths, args.seed)

@@ -26,7 +26,7 @@ class Method:
     policy
         One of `CHOICES`.
     groups
-        Groups of layers with a list each: 1, or the target's layers.
+        Groups of layers with a list each; for the oracle also as many as the target has layers.
     profile
         Name of the profile; None where no signal is used.
     share
@@ -40,12 +40,18 @@ class Method:
 
 
 def make_methods(
-    policies: Sequence[str], profiles: Mapping[str, Profile], shares: Sequence[float], layers: int
+    policies: Sequence[str],
+    profiles: Mapping[str, Profile],
+    shares: Sequence[float],
+    layers: int,
+    groups: Sequence[int] = (1,),
 ) -> list[Method]:
     """Methods of the policies under each profile; the one-list oracle comes first, since it is the unit of the others.
 
     Parameters
     ----------
+    groups
+        Numbers of groups of layers; each policy takes those that it can, or one list if it cannot have groups at all.
     shares
         Lookahead shares for ``hybrid`` beside each profile's own.
     layers
@@ -54,14 +60,21 @@ def make_methods(
     methods = [Method(ORACLE)]
     for policy in policies:
         if policy == ORACLE:
-            methods.append(Method(ORACLE, groups=layers))
+            methods += [Method(ORACLE, count) for count in dict.fromkeys([*groups, layers]) if count > 1]
         elif not (POLICIES[policy].uses_lookahead or POLICIES[policy].uses_history):
             methods.append(Method(policy))
         else:
             for name, profile in profiles.items():
                 own = [profile.lookahead_share, *shares] if policy == "hybrid" else [None]
-                methods += [Method(policy, 1, name, share) for share in dict.fromkeys(own)]
+                counts = possible_groups(policy, groups)
+                methods += [Method(policy, count, name, share) for count in counts for share in dict.fromkeys(own)]
     return methods
+
+
+def possible_groups(policy: str, groups: Sequence[int]) -> list[int]:
+    """Those of `groups` that a policy can have; 1 for a policy that can only have one list."""
+    possible = [count for count in groups if POLICIES[policy].why_not_groups(count) is None]
+    return possible or [1] * (POLICIES[policy].why_not_groups(1) is None)
 
 
 def make_profiles(

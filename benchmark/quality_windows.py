@@ -20,6 +20,7 @@ from dustin_sglang.calibrate.trace import Layer, TracedModel, attention_weights
 from dustin_sglang.profile import ModelShape, Profile
 from dustin_sglang.selection.context import Context
 from dustin_sglang.selection.heads import Heads
+from dustin_sglang.selection.layer_groups import LayerGroups
 from dustin_sglang.selection.page_bounds import PageBounds
 from dustin_sglang.selection.policies import POLICIES
 from dustin_sglang.selection.signals import Signal
@@ -54,13 +55,17 @@ class _Recorder:
             self._queries[layer.index] = layer.q[:, self._rows].permute(1, 2, 0, 3)
             self._scale = layer.scale
 
-    def score(self, heads: Heads, kind: type[Signal], context: Context, rows: slice, shift: int) -> torch.Tensor:
-        """Scores float32 ``[windows, context.max_len]`` of some heads by the queries of `rows`."""
+    def score(
+        self, groups: Sequence[Heads], kind: type[Signal], context: Context, rows: slice, shift: int
+    ) -> torch.Tensor:
+        """Scores float32 ``[groups, windows, context.max_len]`` of each group's heads by the queries of `rows`."""
+        heads = Heads(tuple(one for group in groups for one in group.by_layer))
         parts = [self._queries[layer][:, rows, list(chosen)] for layer, chosen in heads.by_layer]
         kv_heads = heads.kv_heads(self._shape.heads, self._shape.kv_heads)
         keys = [self._keys[layer] for layer in heads.layers]
         store = _Queries(heads, torch.cat(parts, dim=2).contiguous())
-        return kind(store, keys, kv_heads, self._scale, shift=shift).score(context)  # type: ignore[arg-type]
+        places = heads.places(groups)
+        return kind(store, keys, kv_heads, self._scale, shift=shift, parts=places).score(context)  # type: ignore[arg-type]
 
 
 class Reading:
@@ -74,10 +79,18 @@ class Reading:
         Verified rows of a window.
     profiles
         Heads whose scores are wanted.
+    groups
+        Numbers of groups of layers for which histories are wanted.
     """
 
     def __init__(
-        self, target: TracedModel, draft: TracedModel, passage: Passage, rows: int, profiles: Mapping[str, Profile]
+        self,
+        target: TracedModel,
+        draft: TracedModel,
+        passage: Passage,
+        rows: int,
+        profiles: Mapping[str, Profile],
+        groups: Sequence[int] = (1,),
     ) -> None:
         self.ids, self.rows = passage.ids, rows
         self.lengths = [place.length for place in passage.places]
@@ -85,12 +98,18 @@ class Reading:
         lengths = torch.tensor(self.lengths, device=device)
         prompts = torch.tensor([place.prompt for place in passage.places], device=device)
         self.context, self.prompts = self._batch(lengths, end), self._batch(prompts, end)
-        heads = {name: (profile.lookahead, profile.history) for name, profile in profiles.items()}
+        self.groups = {count: LayerGroups(target.shape.layers, count) for count in {1, target.shape.layers, *groups}}
+        histories = {
+            (name, count): profile.group_history(self.groups[count])
+            for name, profile in profiles.items()
+            for count in dict.fromkeys([1, *groups])
+        }
 
         # float32 [windows, layers, max_len]: attention of the verified rows, summed over rows and heads.
         self.oracle = torch.zeros(len(self.lengths), target.shape.layers, end, device=device)
         last = torch.stack([lengths - 1, prompts - 1], dim=1)
-        back = _Recorder(target.shape, {layer for _, history in heads.values() for layer in history.layers}, last)
+        watched = {layer for parts in histories.values() for part in parts for layer in part.layers}
+        back = _Recorder(target.shape, watched, last)
 
         def see_target(layer: Layer) -> None:
             back.see(layer)
@@ -101,19 +120,21 @@ class Reading:
 
         self.prefix = Prefix(target, self.ids[:end], see_target)
         drafted = lengths[:, None] - 1 + torch.arange(rows - 1, device=device)
-        ahead = _Recorder(
-            draft.shape, {layer for lookahead, _ in heads.values() for layer in lookahead.layers}, drafted
-        )
+        watched = {layer for profile in profiles.values() for layer in profile.lookahead.layers}
+        ahead = _Recorder(draft.shape, watched, drafted)
         draft.read(self.ids[1:end], ahead.see, [0])
 
         self._dense: dict[int, torch.Tensor] = {}
         now, then, every = slice(0, 1), slice(1, 2), slice(None)
-        self.lookahead, self.history, self.at_prompt, self.pages = ({} for _ in range(4))
-        for name, (lookahead, history) in heads.items():
-            self.lookahead[name] = ahead.score(lookahead, Signal, self.context, every, 1)
-            self.history[name] = back.score(history, Signal, self.context, now, 0)
-            self.at_prompt[name] = back.score(history, Signal, self.prompts, then, 0)
-            self.pages[name] = back.score(history, PageBounds, self.context, now, 0)
+        self.lookahead = {
+            name: ahead.score([profile.lookahead], Signal, self.context, every, 1)[0]
+            for name, profile in profiles.items()
+        }
+        self.history, self.at_prompt, self.pages = ({} for _ in range(3))  # by profile and number of groups
+        for key, parts in histories.items():
+            self.history[key] = back.score(parts, Signal, self.context, now, 0)
+            self.at_prompt[key] = back.score(parts, Signal, self.prompts, then, 0)
+            self.pages[key] = back.score(parts, PageBounds, self.context, now, 0)
 
     @staticmethod
     def _batch(lengths: torch.Tensor, max_len: int) -> Context:
@@ -132,7 +153,8 @@ class Reading:
     def lists(self, method: Method, size: ListSize) -> torch.Tensor:
         """Lists int32 ``[windows, groups, budget]``; -1 beyond a context that is shorter."""
         if method.policy == ORACLE:
-            scores = self.oracle.sum(1, keepdim=True) if method.groups == 1 else self.oracle
+            ranges = self.groups[method.groups].ranges
+            scores = torch.stack([self.oracle[:, list(layers)].sum(1) for layers in ranges], dim=1)
             best = select_positions(
                 None,
                 scores.flatten(0, 1),
@@ -143,13 +165,20 @@ class Reading:
                 num_lookahead=0,
             )
             return best.unflatten(0, (-1, method.groups))
-        policy, name = POLICIES[method.policy](), method.profile
+        policy, key = POLICIES[method.policy](), (method.profile, method.groups)
         budget = policy.budget(size.budget, size.sinks, size.window, method.share or 0.0)
-        ahead = self.lookahead[name] if policy.uses_lookahead else None
-        history = (self.pages if policy.paged else self.history)[name] if policy.uses_history else None
+        ahead = self.lookahead[method.profile] if policy.uses_lookahead else None
+        history = (self.pages if policy.paged else self.history)[key] if policy.uses_history else None
+        if history is not None:
+            history = history[-policy.history_groups(method.groups) :]
         if policy.name == "snapkv":
-            policy.select(budget, None, self.at_prompt[name], self.prompts)
-        return policy.select(budget, ahead, history, self.context).unsqueeze(1)
+            policy.select(budget, None, self.at_prompt[key][0], self.prompts)
+        return policy.select_groups(budget, ahead, history, self.context).transpose(0, 1)
+
+    def by_layer(self, lists: torch.Tensor) -> torch.Tensor:
+        """The list of every layer ``[windows, layers, budget]`` from those of groups ``[windows, groups, budget]``."""
+        groups = self.groups[lists.shape[1]]
+        return lists[:, [groups.of(layer) for layer in range(groups.layers)]]
 
 
 def measure(reading: Reading, methods: Sequence[Method], size: ListSize) -> dict[Method, torch.Tensor]:
@@ -161,9 +190,8 @@ def measure(reading: Reading, methods: Sequence[Method], size: ListSize) -> dict
         float64 ``[windows, COLUMNS]`` each: KL(dense || sparse) in nats a row, share of rows with the dense best token,
         captured mass as a share of the best single list's, and -log p of the text's own next tokens, sparse and dense.
     """
-    layers = reading.oracle.shape[1]
     # int64 [windows, methods, layers, budget]
-    lists = torch.stack([reading.lists(method, size).expand(-1, layers, -1) for method in methods], dim=1).long()
+    lists = torch.stack([reading.by_layer(reading.lists(method, size)) for method in methods], dim=1).long()
     tables = []
     for w, n in enumerate(reading.lengths):
         following = torch.tensor(reading.ids[n + 1 : n + reading.rows + 1], device=lists.device)

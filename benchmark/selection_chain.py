@@ -86,17 +86,18 @@ class SelectionChain:
     k
         Positions listed a request.
     kv_indices
-        int32 [batch * (k + g)]: where the slots go.
+        int32 [groups, batch * (k + g)]: where the slots of each group of layers go.
     """
 
     def __init__(self, work: Workload, lookahead: str, k: int, kv_indices: Tensor) -> None:
-        cell = work.cell
+        cell, groups = work.cell, len(kv_indices)
         self._work, self._k, self._kv_indices = work, k, kv_indices
         self.lookahead_heads, self.history_heads = scored_heads(lookahead, cell.target, cell.draft)
         self._lookahead_q = _pick(work.lookahead_queries, self.lookahead_heads)
         self._history_q = _pick(work.history_queries, self.history_heads)
-        self._lookahead, self._history = torch.empty(2, cell.batch, cell.context, device=work.device).unbind()
-        self._positions = torch.empty(cell.batch, k, dtype=torch.int32, device=work.device)
+        self._lookahead = torch.empty(cell.batch, cell.context, device=work.device)
+        self._history = torch.empty(groups, cell.batch, cell.context, device=work.device)
+        self._positions = torch.empty(groups * cell.batch, k, dtype=torch.int32, device=work.device)
         self._kv_indptr = work.indptr(k + cell.g)
 
     def score_lookahead(self) -> Tensor:
@@ -104,10 +105,12 @@ class SelectionChain:
         keys = self._work.draft_keys[: self.lookahead_heads.layers]
         return self._score(self._lookahead_q, keys, self.lookahead_heads, 1, self._lookahead)
 
-    def score_history(self) -> Tensor:
-        """Score by the target."""
-        keys = self._work.keys[len(self._work.keys) * 2 // 3]
-        return self._score(self._history_q, [keys], self.history_heads, 0, self._history)
+    def score_history(self) -> None:
+        """Score by the target, for each group by the layer at two thirds of its depth."""
+        pools, groups = self._work.keys, len(self._history)
+        for group, out in enumerate(self._history):
+            keys = pools[len(pools) * (3 * group + 2) // (3 * groups)]
+            self._score(self._history_q, [keys], self.history_heads, 0, out)
 
     def _score(self, q: Tensor, keys: list[Tensor], heads: ScoredHeads, shift: int, out: Tensor) -> Tensor:
         work = self._work
@@ -117,9 +120,11 @@ class SelectionChain:
         )  # fmt: skip
 
     def select(self) -> Tensor:
-        """Choose by the signals as they are."""
+        """Choose by the signals as they are, for all groups in one launch."""
+        groups = len(self._history)
+        lookahead = self._lookahead.repeat(groups, 1) if groups > 1 else self._lookahead
         return select_positions(
-            self._lookahead, self._history, self._work.seq_lens,
+            lookahead, self._history.flatten(0, 1), self._work.seq_lens.repeat(groups),
             budget=self._k, sinks=SINKS, window=WINDOW, num_lookahead=(self._k - SINKS - WINDOW) // 2,
             out=self._positions,
         )  # fmt: skip
@@ -127,10 +132,11 @@ class SelectionChain:
     def write(self) -> None:
         """List the slots of the chosen positions."""
         work = self._work
-        write_slots(
-            self._positions, work.seq_lens, work.req_pool_indices, work.req_to_token,
-            self._kv_indptr, work.cell.g, self._kv_indices,
-        )  # fmt: skip
+        for positions, kv_indices in zip(self._positions.split(work.cell.batch), self._kv_indices):
+            write_slots(
+                positions, work.seq_lens, work.req_pool_indices, work.req_to_token,
+                self._kv_indptr, work.cell.g, kv_indices,
+            )  # fmt: skip
 
     def __call__(self) -> None:
         """All of it."""

@@ -134,7 +134,7 @@ def write_slots(
     assert listed is not None
     starts = kv_indptr.tolist()
     for b, (pool_index, seq_len) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist())):
-        n = min(listed, seq_len)
+        n = max(min(listed, seq_len, starts[b + 1] - starts[b] - num_draft_tokens), 0)
         if positions is None:
             prefix = torch.arange(n, device=seq_lens.device)
         else:

@@ -32,9 +32,9 @@ def _write_slots_kernel(
 ):  # fmt: skip
     batch = tl.program_id(1).to(tl.int64)
     length = tl.load(seq_lens_ptr + batch).to(tl.int32)
-    count = tl.minimum(listed, length)
     start = tl.load(kv_indptr_ptr + batch)
     room = tl.load(kv_indptr_ptr + batch + 1) - start
+    count = tl.maximum(tl.minimum(tl.minimum(listed, length), room - drafts), 0)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     positions = tl.where(index < count, index, length + index - count)
     if HAS_POSITIONS:
@@ -60,10 +60,11 @@ def write_slots(
 ) -> None:
     """Fill `kv_indices` with the slots that each request's verification reads.
 
-    With s = kv_indptr[b], t = req_to_token[req_pool_indices[b]], and n = min(width of positions, seq_lens[b]):
-    kv_indices[s + i] = t[positions[b, i]] for i < n, and kv_indices[s + n + j] = t[seq_lens[b] + j] for j <
-    num_draft_tokens. Nothing else is touched, and nothing at or beyond kv_indptr[b + 1]: a padded row with an empty
-    range is left alone. No call waits for the device.
+    With s = kv_indptr[b], t = req_to_token[req_pool_indices[b]], and n = min(width of positions, seq_lens[b],
+    kv_indptr[b + 1] - s - num_draft_tokens), at least 0: kv_indices[s + i] = t[positions[b, i]] for i < n, and
+    kv_indices[s + n + j] = t[seq_lens[b] + j] for j < num_draft_tokens. So a request may list less than `positions`
+    holds, by a shorter range. Nothing else is touched, and nothing at or beyond kv_indptr[b + 1]: a padded row with an
+    empty range is left alone. No call waits for the device.
 
     Parameters
     ----------

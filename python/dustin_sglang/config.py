@@ -19,6 +19,8 @@ ATTENTIONS = ("auto", "dustin", "flashinfer")
 SPARSE_DRAFT_MODES = ("off", "all", "unscored")
 # Most tokens of one rectifying pass: it must not hold other requests up for longer than a verification.
 MAX_RECTIFY_INTERVAL = 512
+_GROUPS_RANGE = "an integer from 1 (one list for all layers) to the target's layers"
+_MASS_RANGE = "a number above 0 and at most 1 (lists of the whole budget)"
 _RECTIFY_RANGE = f"an integer from 0 (off) to {MAX_RECTIFY_INTERVAL}"
 
 
@@ -42,6 +44,11 @@ class DustinConfig:
         ``"auto"`` or the path of a JSON profile.
     policy
         Name of a policy of `dustin_sglang.selection.policies`.
+    mass
+        P: a list ends where it holds this share of the estimated attention to unprotected positions; 1 never ends it
+        before the budget.
+    layer_groups
+        G, contiguous groups of target layers, each of which reads a list of its own.
     radix
         ``"exact"``: KV computed under sparse attention never enters the radix tree. ``"shared"``: it does, tagged.
     sparse_draft
@@ -69,6 +76,8 @@ class DustinConfig:
     lookahead_share: float | None = None
     profile: str = "auto"
     policy: str = "hybrid"
+    mass: float = 1.0
+    layer_groups: int = 1
     radix: str = "exact"
     sparse_draft: str = "off"
     attention: str = "auto"
@@ -83,6 +92,18 @@ class DustinConfig:
         share = self.lookahead_share
         _check("lookahead_share", share, share is None or 0.0 <= share <= 1.0, "a number from 0 to 1")
         _check("policy", self.policy, self.policy in POLICIES, "one of " + ", ".join(sorted(POLICIES)))
+        _check("mass", self.mass, 0.0 < self.mass <= 1.0, _MASS_RANGE)
+        if self.mass < 1 and not (POLICIES[self.policy].uses_lookahead or POLICIES[self.policy].uses_history):
+            raise ConfigError(
+                f"--dustin-mass (or DUSTIN_MASS) is {self.mass:g} with --dustin-policy {self.policy}, which scores "
+                "nothing to estimate mass by; use 1"
+            )
+        _check("layer_groups", self.layer_groups, self.layer_groups >= 1, _GROUPS_RANGE)
+        if obstacle := POLICIES[self.policy].why_not_groups(self.layer_groups):
+            raise ConfigError(
+                f"--dustin-layer-groups (or DUSTIN_LAYER_GROUPS) is {self.layer_groups} with --dustin-policy "
+                f"{self.policy}: {obstacle}"
+            )
         _check("radix", self.radix, self.radix in RADIX_MODES, "one of " + ", ".join(RADIX_MODES))
         modes = SPARSE_DRAFT_MODES
         _check("sparse_draft", self.sparse_draft, self.sparse_draft in modes, "one of " + ", ".join(modes))
@@ -135,6 +156,8 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "sinks": (int, "an integer of at least 0"),
     "window": (int, "an integer of at least 0"),
     "lookahead_share": (float, "a number from 0 to 1"),
+    "mass": (float, _MASS_RANGE),
+    "layer_groups": (int, _GROUPS_RANGE),
     "rectify_interval": (int, _RECTIFY_RANGE),
     "monitor_interval": (int, "an integer of at least 0 (off)"),
     "dense_fallback": (float, "a number from 0 (off) to 1"),
@@ -146,6 +169,8 @@ _HELP = {
     "lookahead_share": "Share of the unprotected budget filled by the draft's lookahead; default: the profile's.",
     "profile": "JSON file of the heads that choose, or 'auto'.",
     "policy": "How positions are chosen: " + ", ".join(sorted(POLICIES)) + ".",
+    "mass": "Share of the estimated attention with which a list ends, before the budget if need be (P).",
+    "layer_groups": "Contiguous groups of target layers, each of which reads a list of its own (G).",
     "radix": "'exact': approximate KV is never shared between requests; 'shared': it is, and the metrics show it.",
     "sparse_draft": "Draft layers that read the last list and the tokens since only: 'off', 'all', or 'unscored', all "
     "but the profile's.",

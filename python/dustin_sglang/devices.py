@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dustin_sglang.config import ConfigError, DustinConfig
+from dustin_sglang.selection.layer_groups import LayerGroups
 
 MAX_HEAD_DIM = 256  # of dustin_kernels.attend_slots
 
@@ -24,6 +25,17 @@ def to_device(rows: list[list[int]], device: Any) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
 
 
+def to_host(values: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Copy without waiting; the copy and the event behind it, None on the CPU."""
+    if not values.is_cuda:
+        return values, None
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return host, copied
+
+
 def attention_backend() -> str:
     """Name of the attention backend that target and draft use."""
     return "torch_native" if is_cpu() else "flashinfer"
@@ -31,16 +43,18 @@ def attention_backend() -> str:
 
 def create_target_backend(model_runner: Any) -> Any:
     """The target's attention backend, which verifies over a selection."""
+    config, args, context = DustinConfig.from_env(), model_runner.server_args, model_runner.model_config.context_len
+    groups = LayerGroups(model_runner.model_config.num_attention_layers, config.layer_groups)
     if is_cpu():
         from dustin_sglang.cpu.verify import DustinCpuBackend
 
-        return DustinCpuBackend(model_runner)
+        return DustinCpuBackend(model_runner, groups)
     from dustin_sglang.selection.policies import POLICIES
 
-    config, args, context = DustinConfig.from_env(), model_runner.server_args, model_runner.model_config.context_len
     dense = POLICIES[config.policy].dense
     return _verify_backend_class(config, model_runner, dense)(
         model_runner,
+        groups=groups,
         list_width=context if dense or config.dense_fallback else min(config.budget, context),
         topk=args.speculative_eagle_topk,
         num_draft_tokens=args.speculative_num_draft_tokens,
@@ -57,6 +71,12 @@ def _verify_backend_class(config: DustinConfig, model_runner: Any, dense: bool) 
     if config.attention == "dustin" and obstacle:
         raise ConfigError(f"--dustin-attention dustin (or DUSTIN_ATTENTION): {obstacle}; use flashinfer")
     if config.attention == "flashinfer" or (config.attention == "auto" and (dense or obstacle)):
+        if config.mass < 1:
+            raise ConfigError(
+                f"--dustin-mass (or DUSTIN_MASS) is {config.mass:g}, but FlashInfer plans from counts that the host "
+                f"does not know in time{f' (dustin: {obstacle})' if obstacle else ''}; use 1"
+                + ("" if obstacle else ", or --dustin-attention dustin")
+            )
         return DustinFlashInferBackend
     return DustinAttendBackend
 

@@ -1,13 +1,18 @@
 """Counters of sparse verification, in SGLang's own Prometheus registry (``--enable-metrics``).
 
-Everything is counted from numbers that the host has anyway; nothing is copied from the device for a metric.
+Everything is counted from numbers that the host has anyway, with one exception: how many positions are listed where
+lists end by mass. That is copied behind a verification and counted at the next one, so that nothing waits for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from dustin_sglang.devices import to_host
 from dustin_sglang.selection.policies import Budget
 from dustin_sglang.selection.selector import Selection
 
@@ -34,6 +39,16 @@ class Metrics:
         """Approximate KV of `tokens` entered the radix tree (``--dustin-radix shared``)."""
 
 
+@dataclass(frozen=True)
+class _Late:
+    """Counts of lists on their way to the host: int64 ``[batch]``, and the event behind the copy, None on the CPU."""
+
+    budget: Budget
+    sparse: list[bool]
+    host: torch.Tensor
+    copied: Any
+
+
 class PrometheusMetrics(Metrics):
     """Counts with prometheus_client; "request-step" is one verification of one request."""
 
@@ -48,6 +63,7 @@ class PrometheusMetrics(Metrics):
         def gauge(name: str, text: str) -> Any:
             return Gauge(f"dustin:{name}", text, multiprocess_mode="mostrecent")
 
+        self._late: _Late | None = None
         self._budget = gauge("budget_positions", "Positions that one list may hold.")
         self._exact = gauge("exact_tokens", "Committed tokens with exact KV, of the last batch verified.")
         self._inexact = gauge("approximate_tokens", "Committed tokens with approximate KV, of the last batch verified.")
@@ -71,6 +87,7 @@ class PrometheusMetrics(Metrics):
         self._approximate = counter("radix_approximate_tokens", "Approximate tokens that entered the radix tree.")
 
     def verified(self, budget: Budget, selection: Selection, seq_lens: Sequence[int], exact: int) -> None:
+        self._collect()
         self._budget.set(budget.total)
         self._exact.set(exact)
         self._inexact.set(sum(seq_lens) - exact)
@@ -79,11 +96,28 @@ class PrometheusMetrics(Metrics):
         if not context:
             return
         self._sparse_steps.inc(len(context))
-        self._selected.inc(len(context) * budget.total)
         self._context.inc(sum(context))
+        if selection.kept is not None:
+            self._late = _Late(budget, selection.sparse, *to_host(selection.kept))
+            return
         by_source = {"protected": budget.protected, "lookahead": budget.lookahead, budget.rest: budget.left}
+        self._count_sources({source: len(context) * count for source, count in by_source.items()})
+
+    def _count_sources(self, by_source: Mapping[str, int]) -> None:
+        self._selected.inc(sum(by_source.values()))
         for source, count in by_source.items():
-            self._by_source.labels(source).inc(len(context) * count)
+            self._by_source.labels(source).inc(count)
+
+    def _collect(self) -> None:
+        """Count what the verification before listed by mass; the host has waited for its committed lengths since."""
+        late, self._late = self._late, None
+        if late is None:
+            return
+        if late.copied is not None:
+            late.copied.synchronize()
+        counts = [n for n, sparse in zip(late.host.tolist(), late.sparse, strict=True) if sparse]
+        protected = len(counts) * late.budget.protected
+        self._count_sources({"protected": protected, "mass": sum(counts) - protected})
 
     def accepted(self, tokens: int) -> None:
         self._accepted.inc(tokens)

@@ -21,6 +21,7 @@ import torch
 from sglang.srt.speculative.eagle_utils import eagle_prepare_for_verify
 
 from dustin_sglang import compat, metrics
+from dustin_sglang.devices import to_host
 from dustin_sglang.selection.selector import Selection, Selector
 
 logger = logging.getLogger(__name__)
@@ -194,7 +195,7 @@ class Monitor:
         results = torch.stack([rows[:, 0], accept_lens.float(), rows[:, 1], *shares.values()], dim=1)
         if self._reduce is not None:  # ranks must agree to the bit on what they decide from
             results = self._reduce(results) / self._ranks
-        self._pending = _Pending(list(batch.reqs), selection.sparse, list(shares), *_to_host(results))
+        self._pending = _Pending(list(batch.reqs), selection.sparse, list(shares), *to_host(results))
         self._rows = None
 
     def _is_sparse(self, req: Any, seq_len: int) -> bool:
@@ -228,17 +229,6 @@ class Monitor:
                 share,
                 self._fallback,
             )
-
-
-def _to_host(values: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Copy without waiting; the copy and the event behind it, None on the CPU."""
-    if not values.is_cuda:
-        return values, None
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    return host, copied
 
 
 def tell(req: Any, ahead: int) -> None:

@@ -17,9 +17,11 @@ from typing import Any
 from dustin_sglang.fingerprint import fingerprint
 from dustin_sglang.profile_file import ProfileError, parse_heads, parse_number, read_json
 from dustin_sglang.selection.heads import Heads
+from dustin_sglang.selection.layer_groups import LayerGroups
 
 logger = logging.getLogger(__name__)
 
+# Fields that came later (`grouped_history`) are optional: older files stay valid, and older releases pass them over.
 VERSION = 1
 SHIPPED = Path(__file__).parent / "profiles"
 # Without a measured profile: the layers that scoring reads may cost this share of the target's dense KV, but the
@@ -54,7 +56,7 @@ class Profile:
     lookahead
         Heads of the draft whose queries look ahead.
     history
-        Heads of the target whose last confirmed query looks back.
+        Heads of the target whose last confirmed query looks back, for one list.
     lookahead_share
         m / (k - protected) unless a flag says otherwise.
     name
@@ -63,6 +65,8 @@ class Profile:
         `fingerprint.fingerprint` of ``draft`` and ``target``; empty where nobody measured.
     measured
         What the calibration found, for readers: objective, budget, captured mass and so on. Nothing depends on it.
+    grouped_history
+        Number of layer groups to the target heads whose last query looks back for them, some in each group.
     """
 
     draft: ModelShape
@@ -73,9 +77,14 @@ class Profile:
     name: str = "auto"
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     measured: Mapping[str, Any] = field(default_factory=dict)
+    grouped_history: Mapping[int, Heads] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for what, heads, shape in (("lookahead", self.lookahead, self.draft), ("history", self.history, self.target)):
+        backs = {"history": self.history} | {f"history of {n} groups": h for n, h in self.grouped_history.items()}
+        for what, heads, shape in (
+            ("lookahead", self.lookahead, self.draft),
+            *((what, heads, self.target) for what, heads in backs.items()),
+        ):
             if not heads.by_layer:
                 raise ProfileError(f"profile {self.name}: {what} names no head")
             for layer, chosen in heads.by_layer:
@@ -88,6 +97,33 @@ class Profile:
                     )
         if not 0.0 <= self.lookahead_share <= 1.0:
             raise ProfileError(f"profile {self.name}: lookahead_share {self.lookahead_share} is not in 0..1")
+        for count, heads in self.grouped_history.items():
+            if not 1 <= count <= self.target.layers:
+                raise ProfileError(f"profile {self.name}: {count} groups are not in 1..{self.target.layers}")
+            parts = LayerGroups(self.target.layers, count)
+            for layers, part in zip(parts.ranges, parts.split(heads), strict=True):
+                if not part.by_layer:
+                    raise ProfileError(
+                        f"profile {self.name}: history of {count} groups names no head in layers {layers.start} to "
+                        f"{layers.stop - 1}"
+                    )
+
+    def group_history(self, groups: LayerGroups) -> tuple[Heads, ...]:
+        """History heads of each group: those that were measured for so many groups, else by rule.
+
+        A group with heads of the one list's history keeps them; another takes all heads of the layer at two thirds of
+        its depth, as the automatic profile does for the whole model.
+        """
+        measured = groups.split(self.grouped_history.get(groups.count, self.history))
+        return tuple(
+            heads if heads.by_layer else all_heads_at_two_thirds(layers, self.target)
+            for layers, heads in zip(groups.ranges, measured, strict=True)
+        )
+
+
+def all_heads_at_two_thirds(layers: range, shape: ModelShape) -> Heads:
+    """All heads of the layer at two thirds of a range."""
+    return Heads(((layers[len(layers) * 2 // 3], tuple(range(shape.heads))),))
 
 
 def auto_profile(draft: ModelShape, target: ModelShape) -> Profile:
@@ -99,12 +135,12 @@ def auto_profile(draft: ModelShape, target: ModelShape) -> Profile:
     budget = AUTO_KV_SHARE * 2 * target.layers * target.key_elements
     upper = list(range(draft.layers // 2, draft.layers))
     count = max(AUTO_MIN_LAYERS, int(budget // draft.key_elements))
-    every_draft_head, every_target_head = tuple(range(draft.heads)), tuple(range(target.heads))
+    every_draft_head = tuple(range(draft.heads))
     return Profile(
         draft=draft,
         target=target,
         lookahead=Heads(tuple((layer, every_draft_head) for layer in upper[:count])),
-        history=Heads(((target.layers * 2 // 3, every_target_head),)),
+        history=all_heads_at_two_thirds(range(target.layers), target),
     )
 
 
@@ -167,6 +203,7 @@ def load_profile(path: str, draft: ModelShape, target: ModelShape) -> Profile:
         share = parse_number(data.get("lookahead_share", 0.5))
         prints = {role: str(data["fingerprints"][role]) for role in ("draft", "target") if data.get("fingerprints")}
         measured = dict(data.get("measured", {}))
+        grouped = {int(count): Heads(parse_heads(heads)) for count, heads in data.get("grouped_history", {}).items()}
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ProfileError(f"--dustin-profile {path}: malformed: {error!r}") from error
     for role, shape in (("draft", draft), ("target", target)):
@@ -175,19 +212,26 @@ def load_profile(path: str, draft: ModelShape, target: ModelShape) -> Profile:
                 f"--dustin-profile {path} was made for a {role} of {made_for[role]}, but this {role} is {shape}; "
                 "use --dustin-profile auto or a profile of this pair"
             )
-    return Profile(draft, target, heads["lookahead"], heads["history"], share, Path(path).stem, prints, measured)
+    name = Path(path).stem
+    return Profile(draft, target, heads["lookahead"], heads["history"], share, name, prints, measured, grouped)
 
 
 def save_profile(profile: Profile, path: str) -> None:
     """Write `profile` as JSON that `load_profile` reads back."""
+
+    def plain(heads: Heads) -> dict[str, list[int]]:
+        return {str(layer): list(chosen) for layer, chosen in heads.by_layer}
+
     data: dict[str, Any] = {
         "version": VERSION,
         "draft": vars(profile.draft),
         "target": vars(profile.target),
-        "lookahead": {str(layer): list(heads) for layer, heads in profile.lookahead.by_layer},
-        "history": {str(layer): list(heads) for layer, heads in profile.history.by_layer},
+        "lookahead": plain(profile.lookahead),
+        "history": plain(profile.history),
         "lookahead_share": profile.lookahead_share,
     }
+    if profile.grouped_history:
+        data["grouped_history"] = {str(count): plain(heads) for count, heads in profile.grouped_history.items()}
     if profile.fingerprints:
         data["fingerprints"] = dict(profile.fingerprints)
     if profile.measured:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dustin_sglang import compat, devices
+from dustin_sglang.config import DustinConfig
 from dustin_sglang.draft_kind import DraftKind, draft_config
 
 
@@ -142,6 +143,12 @@ def _models(server_args: Any, kind: DraftKind) -> Iterator[str]:
             f"the draft's context of {draft.context_len} tokens is shorter than the target's {context}; give "
             f"--context-length {draft.context_len}, use a longer draft, or set "
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 if the draft extrapolates"
+        )
+    layers, groups = target.num_attention_layers, DustinConfig.from_env().layer_groups
+    if groups > layers:
+        yield (
+            f"--dustin-layer-groups (or DUSTIN_LAYER_GROUPS) is {groups}, but the target has {layers} layers; give a "
+            f"number from 1 to {layers}"
         )
     if kind is not DraftKind.STANDALONE:
         made_for = getattr(draft.hf_config, "target_hidden_size", None) or draft.hidden_size

@@ -5,6 +5,9 @@ position 0 has none. Of a selection made at committed length n, a draft forward 
 and every slot from n - 1 up: the tokens committed since and the forward's own. With every position listed that is
 everything, which is what dense drafting reads.
 
+Where groups of target layers have lists of their own, the draft reads the deepest group's: shallow layers attend to
+both ends above all, which every list holds.
+
 A request has a list before its first draft: its prefill leaves one, chosen by the queries that the prefill kept.
 
 Nothing approximate is written below `exact_len` (`radix.py`). A list leaves something out only if its request was
@@ -24,7 +27,7 @@ from dustin_sglang.slot_lists import SlotLists
 
 
 def draft_reads(
-    lists: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, width: int
+    lists: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions, in the draft's own numbering, that forwards read of their committed context.
 
@@ -35,6 +38,8 @@ def draft_reads(
     lists
         Selected positions of the target, ascending and unique, int32 ``[batch, k]``. A row is read only where its
         start is beyond k; up to there every position is listed.
+    counts
+        int64 ``[batch]``, listed positions of such a row.
     starts
         int64 ``[batch]``, committed length at each selection, at least 1.
     ends
@@ -52,10 +57,10 @@ def draft_reads(
     """
     k = lists.shape[1]
     column = torch.arange(width, device=lists.device).unsqueeze(0)
-    starts, ends = starts.unsqueeze(1), ends.unsqueeze(1)
+    counts, starts, ends = counts.unsqueeze(1), starts.unsqueeze(1), ends.unsqueeze(1)
     whole = starts <= k
     skipped = (lists[:, :1] == 0).long()  # position 0, which no draft slot holds
-    listed = torch.where(whole, starts - 1, k - skipped)
+    listed = torch.where(whole, starts - 1, counts - skipped)
     chosen = lists.gather(1, (column + skipped).clamp(max=k - 1)).long() - 1
     recent = starts - 1 + column - listed
     positions = torch.where(column < listed, torch.where(whole, column, chosen), recent)
@@ -110,6 +115,7 @@ class SparseDraft:
         self._req_to_token = req_to_token
         num_slots, device = req_to_token.shape[0], req_to_token.device
         self._lists = torch.zeros((num_slots, budget), dtype=torch.int32, device=device)
+        self._counts = torch.full((num_slots,), budget, dtype=torch.int64, device=device)
         # Slot 0, which stands for the padded rows of a captured batch, keeps this length: they read the dummy KV slot.
         self._starts = torch.ones(num_slots, dtype=torch.int64, device=device)
 
@@ -117,7 +123,9 @@ class SparseDraft:
         """Let the requests in `slots` int64 ``[batch]`` draft over `selection`, made at these committed lengths."""
         self._starts[slots] = seq_lens.long()
         if selection.positions is not None:
-            self._lists[slots] = selection.positions
+            self._lists[slots] = selection.positions[-1]
+            if selection.kept is not None:
+                self._counts[slots] = selection.kept
 
     def context(self, slots: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """KV slots that a draft forward reads below `ends` int64 ``[batch]``; recordable.
@@ -130,7 +138,8 @@ class SparseDraft:
             int64 ``[batch]``.
         """
         slots = slots.long()
-        positions, counts = draft_reads(self._lists[slots], self._starts[slots], ends.long(), self._width)
+        lists, listed, starts = self._lists[slots], self._counts[slots], self._starts[slots]
+        positions, counts = draft_reads(lists, listed, starts, ends.long(), self._width)
         positions = positions.clamp(max=self._req_to_token.shape[1] - 1)
         return self._req_to_token[slots.unsqueeze(1), positions], counts
 

@@ -1,11 +1,11 @@
 """Verification over the selected slots: what every target backend on a GPU shares, and the one on FlashInfer.
 
-The list of a request is its selected positions followed by the slots of the g tokens under verification, at page
-size 1 whatever SGLang's is. A chain needs no mask: attention is causal at the end of the list. A tree needs the g x g
-mask of the draft tokens, every listed position being visible to all rows.
+The list of a request and group of layers is its selected positions followed by the slots of the g tokens under
+verification, at page size 1 whatever SGLang's is. A chain needs no mask: attention is causal at the end of the list. A
+tree needs the g x g mask of the draft tokens, every listed position being visible to all rows.
 
-FlashInfer plans from counts, which the host knows: planning never waits for the device, and is repeated only when a
-count changes. `attend_backend.py` needs no plan.
+FlashInfer plans from counts, which the host knows and all groups share: planning never waits for the device, and is
+repeated only when a count changes. `attend_backend.py` needs no plan.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dustin_kernels import pack_tree_mask, write_slots
 from dustin_sglang.tap import ExtendTap
 
 if TYPE_CHECKING:
+    from dustin_sglang.selection.layer_groups import LayerGroups
     from dustin_sglang.selection.selector import Selection
 
 
@@ -36,14 +37,26 @@ class ListedBackend(FlashInferAttnBackend):
     ----------
     model_runner
         The target's runner.
+    groups
+        Layers that share a list.
     list_width
         Most positions listed a request: k, or the context length for the dense policy.
     topk, num_draft_tokens
         Branches of the draft tree and g, the tokens under verification.
     """
 
-    def __init__(self, model_runner: Any, *, list_width: int, topk: int, num_draft_tokens: int, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model_runner: Any,
+        *,
+        groups: LayerGroups,
+        list_width: int,
+        topk: int,
+        num_draft_tokens: int,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(model_runner, **kwargs)
+        self._groups = groups
         self._list_width, self._is_tree, self._g = list_width, topk > 1, num_draft_tokens
         self._selection: Selection | None = None
         self._req_to_token = model_runner.req_to_token_pool.req_to_token
@@ -75,29 +88,36 @@ class ListedBackend(FlashInferAttnBackend):
         counts = self._selection.counts
         return counts + [1] * (forward_batch.batch_size - len(counts))
 
-    def _write_list(
-        self, forward_batch: Any, counts: list[int], kv_indptr: torch.Tensor, kv_indices: torch.Tensor
+    def _write_lists(
+        self, forward_batch: Any, counts: list[int], kv_indptr: torch.Tensor, kv_indices: list[torch.Tensor]
     ) -> None:
-        """Write where every request's list starts, int32 ``[batch + 1]``, and its slots; both on the device."""
-        positions = self._selection.positions if self._selection is not None else None
+        """Write where every request's list starts, int32 ``[batch + 1]``, and each group's slots; on the device."""
+        selection = self._selection
+        positions = None if selection is None else selection.positions
         bs = len(counts)
         committed = forward_batch.seq_lens[:bs]
         seq_lens, whole = committed, []
         if positions is not None:
-            whole = [row for row, n in enumerate(counts) if n > positions.shape[1]]
-            if positions.shape[0] < bs:  # padded rows list position 0
-                positions = torch.nn.functional.pad(positions, (0, 0, 0, bs - positions.shape[0]))
-            seq_lens = committed.clamp(max=positions.shape[1])
+            width = positions.shape[2]
+            whole = [row for row, n in enumerate(counts) if n > width]
+            seq_lens = committed.clamp(max=width)
+            padding = bs - positions.shape[1]
+            if selection is not None and selection.kept is not None:
+                seq_lens = torch.nn.functional.pad(selection.kept, (0, padding), value=1)
+            if padding:  # padded rows list position 0
+                positions = torch.nn.functional.pad(positions, (0, 0, 0, padding))
             for row in whole:
                 seq_lens[row : row + 1].copy_(committed[row : row + 1])
         kv_indptr[:1].zero_()
         torch.cumsum(seq_lens + self._g, dim=0, dtype=torch.int32, out=kv_indptr[1:])
         slots = forward_batch.req_pool_indices[:bs]
         table, g = self._req_to_token, self._g
-        write_slots(positions, committed, slots, table, kv_indptr, g, kv_indices, max_len=max(counts))
-        for row in whole:  # over the list that stands there
-            one, span = slice(row, row + 1), kv_indptr[row : row + 2]
-            write_slots(None, committed[one], slots[one], table, span, g, kv_indices, max_len=counts[row])
+        for group, indices in enumerate(kv_indices):
+            listed = None if positions is None else positions[group]
+            write_slots(listed, committed, slots, table, kv_indptr, g, indices, max_len=max(counts))
+            for row in whole:  # over the list that stands there
+                one, span = slice(row, row + 1), kv_indptr[row : row + 2]
+                write_slots(None, committed[one], slots[one], table, span, g, indices, max_len=counts[row])
 
     def _tree(self, forward_batch: Any, bs: int) -> torch.Tensor:
         """Mask among the draft tokens, bool ``[bs * g * g]``."""
@@ -114,6 +134,7 @@ class FlashInferListedBackend(ListedBackend):
     def __init__(self, model_runner: Any, **kwargs: Any) -> None:
         super().__init__(model_runner, **kwargs)
         self._planned: dict[int, list[int]] = {}
+        self._lists: list[torch.Tensor] = []  # index buffers of the verification to come, a group each
         self._qo_indptr_host = torch.arange(self._max_bs + 1, dtype=torch.int32) * self._g
         self._verify_qo_indptr = self._qo_indptr_host.to(self._device)
 
@@ -123,10 +144,9 @@ class FlashInferListedBackend(ListedBackend):
         self, max_bs: int, max_num_tokens: int, kv_indices_buf: torch.Tensor | None = None
     ) -> None:
         """Allocate the buffers that captured verifications read."""
-        if kv_indices_buf is None:
-            width = max_bs * (self._list_width + self._g)
-            kv_indices_buf = torch.zeros(width, dtype=torch.int32, device=self._device)
-        self.cuda_graph_kv_indices = [kv_indices_buf]
+        shape = (self._groups.count, max_bs * (self._list_width + self._g))
+        self._graph_indices = list(torch.zeros(shape, dtype=torch.int32, device=self._device))
+        self.cuda_graph_kv_indices = self._graph_indices[:1]
         self.cuda_graph_swa_out_cache_loc = None
         self.cuda_graph_qo_indptr = [self._verify_qo_indptr.clone()]
         self.cuda_graph_qk_indptr = [torch.zeros(max_bs + 1, dtype=torch.int32, device=self._device)]
@@ -152,23 +172,24 @@ class FlashInferListedBackend(ListedBackend):
         wrapper = self.prefill_cuda_graph_metadata[bs][0]
         counts = self._counts(forward_batch, in_capture)
         kv_indptr = wrapper._paged_kv_indptr_buf
-        self._write_list(forward_batch, counts, kv_indptr, wrapper._paged_kv_indices_buf)
+        self._write_lists(forward_batch, counts, kv_indptr, self._graph_indices)
         if self._is_tree:
             self._write_mask(forward_batch, counts, kv_indptr, wrapper._custom_mask_buf, wrapper._mask_indptr_buf)
         if in_capture or self._planned.get(bs) != counts:
             self._plan_captured(wrapper, bs, counts, kv_indptr, first=in_capture)
             self._planned[bs] = counts
+        self._lists = self._graph_indices
 
     def _plan_captured(self, wrapper: Any, bs: int, counts: list[int], kv_indptr: torch.Tensor, *, first: bool) -> None:
         if first:
-            self._plan(wrapper, bs, counts, wrapper._paged_kv_indices_buf[: sum(counts) + bs * self._g])
+            self._plan(wrapper, bs, counts, self._graph_indices[0][: sum(counts) + bs * self._g])
             return
         lens = torch.tensor(counts, dtype=torch.int32) + self._g
         fast_prefill_plan(
             wrapper,
             self._verify_qo_indptr[: bs + 1],
             kv_indptr,
-            wrapper._paged_kv_indices_buf[:0],
+            self._graph_indices[0][:0],
             self.kv_last_page_len[:bs],
             self.indices_updater_prefill.num_qo_heads,
             self.indices_updater_prefill.num_kv_heads,
@@ -194,11 +215,11 @@ class FlashInferListedBackend(ListedBackend):
         bs = forward_batch.batch_size
         counts = self._counts(forward_batch, in_capture=False)
         total = sum(counts) + bs * self._g
-        kv_indices = torch.empty(total, dtype=torch.int32, device=self._device)
+        self._lists = list(torch.empty((self._groups.count, total), dtype=torch.int32, device=self._device))
         kv_indptr = torch.empty(bs + 1, dtype=torch.int32, device=self._device)
-        self._write_list(forward_batch, counts, kv_indptr, kv_indices)
+        self._write_lists(forward_batch, counts, kv_indptr, self._lists)
         wrapper = self.prefill_wrappers_verify[0]
-        self._plan(wrapper, bs, counts, kv_indices)
+        self._plan(wrapper, bs, counts, self._lists[0])
         if self._is_tree:
             size = sum(self._mask_bytes(n + self._g) for n in counts)
             # Set on the wrapper: given to plan(), a packed mask would get offsets in bits instead of bytes.
@@ -208,6 +229,16 @@ class FlashInferListedBackend(ListedBackend):
         self.forward_metadata = PrefillMetadata([wrapper], False, False)
 
     # -- both ----------------------------------------------------------------------------------------------------
+
+    def forward_extend(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+    ) -> torch.Tensor:
+        """Attend: one plan serves all groups of layers, each with its own index buffer."""
+        if forward_batch.forward_mode.is_target_verify():
+            (wrapper,) = self.forward_metadata.prefill_wrappers
+            wrapper._paged_kv_indices_buf = self._lists[self._groups.of(layer.layer_id)]
+        out: torch.Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        return out
 
     def _write_mask(
         self,

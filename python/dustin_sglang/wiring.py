@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dustin_sglang import compat, devices
 from dustin_sglang.config import ConfigError, DustinConfig
 from dustin_sglang.profile import ModelShape, Profile, choose_profile
+from dustin_sglang.selection.adaptive import least
 from dustin_sglang.selection.heads import Heads
+from dustin_sglang.selection.layer_groups import LayerGroups
 from dustin_sglang.selection.page_bounds import PageBounds
 from dustin_sglang.selection.policies import POLICIES
 from dustin_sglang.selection.selector import Selector
@@ -19,12 +22,21 @@ from dustin_sglang.sparse_draft import SparseDraft, dense_draft_layers
 
 @dataclass(frozen=True)
 class Wiring:
-    """What the worker needs each round; `sparse_draft` is None where drafting reads everything."""
+    """What the worker needs each round.
+
+    Attributes
+    ----------
+    history
+        Heads that score for each group of target layers, of the deepest groups where the policy scores some only.
+    sparse_draft
+        None where drafting reads everything.
+    """
 
     selector: Selector
     target_backend: Any
     target_store: QueryStore
     profile: Profile
+    history: tuple[Heads, ...]
     draft_kind: str
     sparse_draft: SparseDraft | None
 
@@ -34,16 +46,20 @@ class Wiring:
         if policy.dense:
             reads, exact = "every position", "everything"
         else:
+            fewer = "" if config.mass == 1 else f"{least(budget)} to "
             reads = (
-                f"{budget.total} positions ({budget.protected} protected, {budget.lookahead} lookahead, "
+                f"{fewer}{budget.total} positions ({budget.protected} protected, {budget.lookahead} lookahead, "
                 f"{budget.left} {budget.rest})"
             )
+            if fewer:
+                reads += f", up to {config.mass:g} of the estimated mass,"
             rest = f"the rest every {config.rectify_interval} tokens; " if config.rectify_interval else ""
             exact = f"contexts of up to {budget.total} tokens, prompts; {rest}radix {config.radix}"
-        lookahead, history = self.profile.lookahead, self.profile.history
+        groups = "" if config.layer_groups == 1 else f" in each of {config.layer_groups} groups of layers"
+        lookahead, history = self.profile.lookahead, _joined(self.history)
         return (
-            f"dustin: policy {policy.name}, verification reads {reads}; profile {self.profile.name} (draft layers "
-            f"{_span(lookahead)}, target layer {_span(history)}); draft {self.draft_kind}; drafting reads "
+            f"dustin: policy {policy.name}, verification reads {reads}{groups}; profile {self.profile.name} (draft "
+            f"layers {_span(lookahead)}, target layer {_span(history)}); draft {self.draft_kind}; drafting reads "
             f"{self._drafting()}; exact: {exact}{_monitoring(config)}"
         )
 
@@ -102,20 +118,23 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
         steps=draft_worker.speculative_num_steps - 1,
         branches=draft_worker.topk,
     )
-    target_store = _store(target_runner, profile.history, pending_rows=width)
+    policy = POLICIES[config.policy]()
+    history = profile.group_history(LayerGroups(target.layers, config.layer_groups))
+    history = history[-policy.history_groups(config.layer_groups) :]
+    target_store = _store(target_runner, _joined(history), pending_rows=width)
     target_backend = target_runner.attn_backend
     target_backend.store = target_store
 
-    policy = POLICIES[config.policy]()
     share = profile.lookahead_share if config.lookahead_share is None else config.lookahead_share
     # A budget beyond the context length is all of it; no list needs to be wider.
     total = min(config.budget, target_runner.model_config.context_len)
     selector = Selector(
         policy,
         policy.budget(total, config.sinks, config.window, share),
-        lookahead=_signal(Signal, draft_runner, draft_store, shift=1),
-        history=_signal(Signal, target_runner, target_store, shift=0),
-        pages=_signal(PageBounds, target_runner, target_store, shift=0),
+        lookahead=_signal(Signal, draft_runner, draft_store, [profile.lookahead], shift=1),
+        history=_signal(Signal, target_runner, target_store, history, shift=0),
+        pages=_signal(PageBounds, target_runner, target_store, history, shift=0),
+        mass=config.mass,
     )
     sparse_draft = None
     if config.sparse_draft != "off" and not policy.dense:
@@ -125,7 +144,12 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
         sparse_draft = SparseDraft(dense_layers, total, width, draft_runner.req_to_token_pool.req_to_token)
     draft_worker.bind(draft_store, sparse_draft)
     kind = draft_runner.spec_algorithm.kind.value
-    return Wiring(selector, target_backend, target_store, profile, kind, sparse_draft)
+    return Wiring(selector, target_backend, target_store, profile, history, kind, sparse_draft)
+
+
+def _joined(parts: Sequence[Heads]) -> Heads:
+    """All heads of parts whose layers ascend."""
+    return Heads(tuple(one for part in parts for one in part.by_layer))
 
 
 def _store(runner: Any, heads: Heads, **kwargs: Any) -> QueryStore:
@@ -143,9 +167,11 @@ def _store(runner: Any, heads: Heads, **kwargs: Any) -> QueryStore:
     )
 
 
-def _signal(kind: type[Signal], runner: Any, store: QueryStore, *, shift: int) -> Signal:
-    _, size, reduce = compat.tensor_parallel(runner)
+def _signal(kind: type[Signal], runner: Any, store: QueryStore, parts: Sequence[Heads], *, shift: int) -> Signal:
+    """A signal of a part of the store's heads each; `parts` are those of all ranks."""
+    rank, size, reduce = compat.tensor_parallel(runner)
     model = runner.model_config
+    own = [part.shard(rank, size, model.num_attention_heads) for part in parts]
     return kind(
         store,
         [runner.token_to_kv_pool.get_key_buffer(layer) for layer in store.heads.layers],
@@ -153,6 +179,7 @@ def _signal(kind: type[Signal], runner: Any, store: QueryStore, *, shift: int) -
         _sm_scale(runner, store.heads),
         shift=shift,
         reduce=reduce,
+        parts=store.heads.places(own),
     )
 
 

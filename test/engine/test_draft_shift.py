@@ -86,7 +86,7 @@ def generate(model: str, shift: int) -> dict[str, object]:
 
     def recorded(*args: object, **kwargs: object) -> object:
         selection = select(*args, **kwargs)
-        lists.append(selection.positions[0].tolist())
+        lists.append(selection.positions[0, 0].tolist())
         return selection
 
     selector.select = recorded

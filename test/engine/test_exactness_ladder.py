@@ -81,13 +81,40 @@ def test_a_sparse_draft_drafts_as_a_dense_one_within_the_budget(
     assert steps["off"] == steps[mode], "as many verifications: the drafts are the same"
 
 
-@pytest.mark.parametrize("policy", ["hybrid-sum", "quest", "snapkv"])
+@pytest.mark.parametrize("policy", ["hybrid-sum", "hybrid-depth", "quest", "snapkv"])
 def test_every_scoring_policy_is_exact_up_to_the_budget(
     models: dict[str, str], dense: dict[str, list[int]], policy: str
 ) -> None:
     env = {"DUSTIN_BUDGET": "4096", "DUSTIN_POLICY": policy}
+    if policy == "hybrid-depth":
+        env["DUSTIN_LAYER_GROUPS"] = "2"
     result = in_child(generate, dustin(models), PROMPTS, NEW_TOKENS, env=env)
     assert result["first"] == dense and result["leaked"] == 0
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.parametrize(
+    "kind, shape, page_size, drafting",
+    [("standalone", {}, 16, "all"), ("standalone", TREE, 1, "off"), ("eagle", TREE, 16, "off")],
+)
+def test_lists_of_layer_groups_are_exact_up_to_the_budget(
+    models: dict[str, str],
+    dense: dict[str, list[int]],
+    groups: int,
+    kind: str,
+    shape: dict[str, int],
+    page_size: int,
+    drafting: str,
+) -> None:
+    arguments = dustin(models, kind, page_size=page_size, chunked_prefill_size=64, **shape)
+    env = {"DUSTIN_LAYER_GROUPS": str(groups), "DUSTIN_SPARSE_DRAFT": drafting}
+    whole = in_child(generate, arguments, PROMPTS, NEW_TOKENS, env=env | {"DUSTIN_BUDGET": "4096"})
+    assert whole["first"] == dense and whole["again"] == list(dense.values()) and whole["leaked"] == 0
+    # Requests within the budget are exact beside sparse ones.
+    beside = in_child(generate, arguments, PROMPTS, NEW_TOKENS, env=env | {"DUSTIN_BUDGET": str(BUDGET)})
+    within = [rid for rid in PROMPTS if len(PROMPTS[rid]) + NEW_TOKENS <= BUDGET]
+    assert {rid: beside["first"][rid] for rid in within} == {rid: dense[rid] for rid in within}
+    assert beside["leaked"] == 0
 
 
 @pytest.mark.parametrize("kind", ["standalone", "eagle", "eagle3"])

@@ -44,7 +44,7 @@ def run(arguments: dict[str, Any], poison: str) -> dict[str, Any]:
     def recorded_keep(selection: Any, slots: torch.Tensor, seq_lens: torch.Tensor) -> None:
         keep(selection, slots, seq_lens)
         for b, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
-            chosen[slot] = (selection.positions[b].tolist(), length)
+            chosen[slot] = (selection.positions[-1, b].tolist(), length)
 
     def where(batch: Any) -> torch.Tensor:
         found = []

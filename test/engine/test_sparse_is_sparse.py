@@ -18,6 +18,8 @@ NEW_TOKENS = 16
 def run(arguments: dict[str, Any], poison: str) -> dict[str, Any]:
     """Generate while K and V of the target are NaN during each verification: at all unlisted slots or at a listed one.
 
+    What is listed depends on the layer's group.
+
     Selection comes first and may read K anywhere; it is over when the verification starts. Afterwards the pools are
     restored, since a later list may name what this one left out.
     """
@@ -27,13 +29,13 @@ def run(arguments: dict[str, Any], poison: str) -> dict[str, Any]:
     attend_to, verify = backend.attend_to, engine.worker.verify
     lists, saved, logits = [], [], []
 
-    def slots(batch: Any, selection: Any) -> torch.Tensor:
+    def slots(batch: Any, selection: Any, group: int) -> torch.Tensor:
         chosen = []
         for b, (row, length) in enumerate(zip(batch.req_pool_indices, batch.seq_lens, strict=True)):
             committed = table[row, :length].long()
             if selection.positions is None:
                 continue
-            listed = selection.positions[b, : selection.counts[b]].long()
+            listed = selection.positions[group, b, : selection.counts[b]].long()
             lists.append(listed.tolist())
             if poison == "unlisted":
                 unlisted = torch.ones(len(committed), dtype=torch.bool)
@@ -46,8 +48,10 @@ def run(arguments: dict[str, Any], poison: str) -> dict[str, Any]:
     def poisoned_verify(batch: Any, *args: Any, **kwargs: Any) -> Any:
         def attend(selection: Any) -> None:
             attend_to(selection)
-            where = slots(batch, selection)
+            groups = backend._groups
+            by_group = [slots(batch, selection, group) for group in range(groups.count)]
             for layer in range(engine.target.model_config.num_hidden_layers):
+                where = by_group[groups.of(layer)]
                 for buffer in (pool.get_key_buffer(layer), pool.get_value_buffer(layer)):
                     saved.append((buffer, where, buffer[where].clone()))
                     buffer[where] = float("nan")
@@ -71,7 +75,8 @@ def run(arguments: dict[str, Any], poison: str) -> dict[str, Any]:
 @pytest.mark.parametrize("policy", sorted(name for name, policy in POLICIES.items() if not policy.dense))
 @pytest.mark.parametrize("shape", [{}, TREE], ids=["chain", "tree"])
 def test_unlisted_slots_are_never_read(models: dict[str, str], policy: str, shape: dict[str, int]) -> None:
-    env = {"DUSTIN_BUDGET": "40", "DUSTIN_WINDOW": "16", "DUSTIN_POLICY": policy}
+    groups = "2" if policy == "hybrid-depth" else "1"
+    env = {"DUSTIN_BUDGET": "40", "DUSTIN_WINDOW": "16", "DUSTIN_POLICY": policy, "DUSTIN_LAYER_GROUPS": groups}
     page_size = 16 if policy == "hybrid" else 1
     arguments = dustin(models, page_size=page_size, **shape)
     clean = in_child(run, arguments, "nothing", env=env)
@@ -81,6 +86,24 @@ def test_unlisted_slots_are_never_read(models: dict[str, str], policy: str, shap
     assert poisoned["outputs"] == clean["outputs"]
     for a, b in zip(poisoned["logits"], clean["logits"], strict=True):
         assert (a == b).all(), "the logits must be equal bit for bit"
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.parametrize("policy, shape", [("hybrid", TREE), ("history", {}), ("quest", {})])
+def test_each_group_of_layers_reads_its_own_list(
+    models: dict[str, str], policy: str, shape: dict[str, int], groups: int
+) -> None:
+    env = {
+        "DUSTIN_BUDGET": "40", "DUSTIN_WINDOW": "16", "DUSTIN_POLICY": policy, "DUSTIN_LAYER_GROUPS": str(groups),
+    }  # fmt: skip
+    clean = in_child(run, dustin(models, **shape), "nothing", env=env)
+    poisoned = in_child(run, dustin(models, **shape), "unlisted", env=env)
+    assert poisoned["lists"] == clean["lists"] and poisoned["outputs"] == clean["outputs"]
+    for a, b in zip(poisoned["logits"], clean["logits"], strict=True):
+        assert (a == b).all(), "the logits must be equal bit for bit"
+    # The first verification's lists: group by group, two requests each.
+    by_request = [clean["lists"][request : 2 * groups : 2] for request in (0, 1)]
+    assert all(len(set(map(tuple, lists))) > 1 for lists in by_request), "groups differ"
 
 
 def test_listed_slots_are_read(models: dict[str, str]) -> None:

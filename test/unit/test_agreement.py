@@ -64,9 +64,22 @@ def test_overlap_compares_the_best_unprotected_positions(second: list[int], shar
 
 
 def test_signals_that_a_policy_does_not_use_are_not_measured() -> None:
-    budget, positions = Budget(total=2, sinks=0, window=0, lookahead=0), torch.tensor([[0, 2]], dtype=torch.int32)
-    found = measure(budget, positions, None, torch.tensor([[1.0, 2.0, 1.0]]), torch.tensor([3])).present()
+    budget, positions = Budget(total=2, sinks=0, window=0, lookahead=0), torch.tensor([[[0, 2]]], dtype=torch.int32)
+    found = measure(budget, positions, None, torch.tensor([[[1.0, 2.0, 1.0]]]), torch.tensor([3])).present()
     assert {name: value.tolist() for name, value in found.items()} == {"history": [0.5]}
+
+
+def test_shares_are_means_over_groups_and_history_is_that_of_the_scored_ones() -> None:
+    budget, seq_lens = Budget(total=2, sinks=0, window=0, lookahead=1), torch.tensor([4])
+    positions = torch.tensor([[[0, 1]], [[2, 3]], [[0, 3]]], dtype=torch.int32)
+    lookahead, history = torch.tensor([[4.0, 3, 2, 1]]), torch.tensor([[[1.0, 1, 2, 6]], [[9.0, 1, 0, 0]]])
+    found = measure(budget, positions, lookahead, history, seq_lens).present()
+    # Lookahead 0.7, 0.3 and 0.5; history 0.8 and 0.9; the best by lookahead is 0, by history 3 and 0.
+    assert {name: round(value.item(), 3) for name, value in found.items()} == {
+        "lookahead": 0.5,
+        "history": 0.85,
+        "overlap": 0.5,
+    }
 
 
 def request(output: int) -> Any:

@@ -128,12 +128,27 @@ def test_a_selected_step_reads_the_list_that_was_selected() -> None:
     assert len(step.calls) == 1 + TARGET.layers
     for call in step.calls[:2]:
         call()
-    kv_indices = torch.zeros(2 * 103, dtype=torch.int32)
+    kv_indices = torch.zeros(1, 2 * 103, dtype=torch.int32)
     SelectionChain(work, "3x4", 100, kv_indices)()
     out = torch.empty_like(work.q)
-    attend_ours(work, kv_indices, 100, out)(0)()
+    attend_ours(work, kv_indices[0], 100, out)(0)()
     assert torch.equal(out, step.out)
-    assert not torch.equal(kv_indices, random_list(work, 100, seed=0))
+    assert not torch.equal(kv_indices[0], random_list(work, 100, seed=0))
+
+
+def test_a_selected_step_of_groups_reads_a_list_a_group() -> None:
+    """Three layers fall into two groups: the first is layer 0, the second layers 1 and 2."""
+    work = make_work()
+    step = selected_step("ours-sparse+selection", work, 100, "3x4", groups=2)
+    kv_indices = torch.zeros(2, 2 * 103, dtype=torch.int32)
+    SelectionChain(work, "3x4", 100, kv_indices)()
+    assert step.lists == 2 and not torch.equal(kv_indices[0], kv_indices[1])
+    step.calls[0]()
+    for layer, group in enumerate((0, 1, 1)):
+        step.calls[1 + layer]()
+        out = torch.empty_like(work.q)
+        attend_ours(work, kv_indices[group], 100, out)(layer)()
+        assert torch.equal(out, step.out)
 
 
 class InstantTimer:
@@ -156,6 +171,10 @@ def test_rows_hold_times_a_layer_and_the_floor_of_what_they_do() -> None:
     parts_us = {method: runner.measure(method, 100, "3x4")["floor_us"] for method in attention.GROUPS["selection"]}
     whole = parts_us.pop("selection")
     assert whole == pytest.approx(sum(parts_us.values()), abs=0.02)
+    grouped = {method: runner.measure(method, 100, "3x4", 2)["floor_us"] for method in attention.GROUPS["selection"]}
+    assert grouped["score-lookahead"] == parts_us["score-lookahead"], "groups share the lookahead"
+    assert grouped["score-history"] == pytest.approx(2 * parts_us["score-history"], abs=0.02)
+    assert whole < grouped["selection"] < 2 * whole
 
 
 def test_the_parts_of_a_selection_run_one_by_one() -> None:
@@ -225,6 +244,9 @@ def test_rows_of_a_cell_begin_with_the_baseline_and_follow_the_filters() -> None
     assert keys[0]["method"] == "flashinfer"
     assert {key["k"] for key in keys} == {None, 128}  # 512 positions of 512 are not sparse
     assert len({tuple(key.items()) for key in keys}) == len(keys)
+    grouped = attention.row_keys(attention.parse(["--ks", "128", "--groups", "1", "4"]), "qwen2.5-72b", 16, 512)
+    several = {key["method"] for key in grouped if key["groups"] == 4}
+    assert several == {*attention.SELECTED, "selection"} and {key["groups"] for key in grouped} == {None, 4}
     only = attention.parse(["--methods", "ours-sparse", "roofline", "--ks", "128"])
     assert [key["method"] for key in attention.row_keys(only, "qwen2.5-72b", 1, 8192)] == ["roofline", "ours-sparse"]
 

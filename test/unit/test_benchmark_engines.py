@@ -74,6 +74,19 @@ def test_a_sparse_draft_is_dustin_with_one_more_variable(monkeypatch) -> None:
     assert "DUSTIN_SPARSE_DRAFT" not in os.environ and "SGLANG_SIMULATE_ACC_LEN" not in os.environ
 
 
+def test_groups_and_mass_reach_our_engines_and_name_their_rows_only_where_they_do_something(monkeypatch) -> None:
+    for name in ("DUSTIN_LAYER_GROUPS", "DUSTIN_MASS"):
+        monkeypatch.setenv(name, "before")
+    args = end_to_end.parse(["--layer-groups", "4", "--mass", "0.9"])
+    set_environment("dustin", MODELS, args)
+    assert (os.environ["DUSTIN_LAYER_GROUPS"], os.environ["DUSTIN_MASS"]) == ("4", "0.9")
+    sizes = ["--batches", "8", "--contexts", "32000"]
+    for options_given, expected in (([], (None, None)), (["--layer-groups", "4", "--mass", "0.9"], (4, 0.9))):
+        keys = end_to_end.row_keys(end_to_end.parse([*sizes, *options_given]))
+        named = {key["method"]: (key["layer_groups"], key["mass"]) for key in keys}
+        assert named["dustin"] == expected and named["STANDALONE"] == (None, None)
+
+
 def test_no_speculation_has_no_speculative_flag() -> None:
     args = end_to_end.parse([])
     assert not any("speculative" in flag for flag in flags(options("none", MODELS, args, 8, 1000)))

@@ -102,6 +102,23 @@ def test_captured_mass_makes_a_profile_too(folder: Path, made: dict[str, Any]) -
     assert load_profile(str(folder / "mass.json"), DRAFT, TARGET).measured["objective"] == "mass"
 
 
+@pytest.mark.parametrize("objective", ["kl", "mass"])
+def test_groups_of_layers_get_a_history_layer_each(folder: Path, made: dict[str, Any], objective: str) -> None:
+    options = ["--resume", str(folder / "kept"), "--objective", objective, "--layer-groups", "2", "4"]
+    assert run(folder, "groups.json", *options) == 0
+    loaded = load_profile(str(folder / "groups.json"), DRAFT, TARGET)
+    assert set(loaded.grouped_history) == {2, 4}
+    first, second = loaded.grouped_history[2].layers
+    assert first in (0, 1) and second in (2, 3)
+    assert loaded.grouped_history[4].layers == (0, 1, 2, 3), "a group of one layer has no choice"
+    assert loaded.measured["table"]["hybrid, 2 lists, this profile"]["kl"] > 0
+    if objective == "kl":
+        assert (loaded.history.by_layer, loaded.lookahead_share) == (
+            load_profile(str(folder / "pair.json"), DRAFT, TARGET).history.by_layer,
+            made["lookahead_share"],
+        ), "what one list reads is chosen as without groups"
+
+
 def test_retrieval_heads_need_a_model_that_answers(
     folder: Path, made: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +143,8 @@ def test_retrieval_heads_choose_where_it_does(folder: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        (["--layer-groups", "5"], "--layer-groups is 5; it must be from 2 to 4, the target's layers"),
+        (["--layer-groups", "2", "1"], "--layer-groups is 1"),
         (["--windows", "6"], "--windows is 6; it must be a positive multiple of 4"),
         (["--rows", "1"], "--rows is 1; it must be at least 2"),
         (["--budget", "12"], "--budget is 12; it must be above --sinks plus --window, 12"),

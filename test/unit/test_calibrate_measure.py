@@ -72,6 +72,9 @@ def test_captured_mass_by_hand() -> None:
     masses = captured_mass(torch.stack([perfect, reverse, wrong]), oracle, size)
     torch.testing.assert_close(masses, torch.tensor([1, 0, 5 / 9]))
     assert listed_mass(torch.tensor([0, 1, 2, 6, 9]), oracle, size) == pytest.approx(5 / 9)
+    attention = torch.stack([oracle, torch.zeros(10)])
+    lists = torch.tensor([[0, 1, 2, 6, 9], [0, 1, 3, 4, 9]])
+    assert listed_mass(lists, attention, size) == pytest.approx(5 / 9), "layer by layer, in the single list's unit"
 
 
 def test_retrieval_mass_is_the_attention_on_the_needle(

@@ -24,7 +24,8 @@ def at(*positions: int) -> torch.Tensor:
 def window(lookahead: list[torch.Tensor], history: list[torch.Tensor], oracle: torch.Tensor) -> Window:
     """A window of two layers with two KV heads each."""
     scores = [torch.stack(part).view(2, 2, 12).half() for part in (lookahead, history)]
-    return Window(oracle, *scores, torch.zeros(2, 4), torch.zeros(2, 4))
+    attention = torch.stack([oracle, torch.zeros(12)])
+    return Window(attention, *scores, torch.zeros(2, 4), torch.zeros(2, 4))
 
 
 # What matters is at 7 to 10. KV head (0, 1) of the draft knows 7 and 8, (1, 0) knows 9, (1, 1) the same as (0, 1) but
@@ -38,6 +39,14 @@ OBJECTIVE = Mass(WINDOWS, SIZE)
 def test_the_layer_that_knows_most_is_the_best() -> None:
     values = layer_values(OBJECTIVE, [w.history for w in WINDOWS])
     assert values.argmax() == 1 and values[1] == 1 and values[0] <= 0.5
+
+
+def test_a_group_is_judged_by_the_attention_of_its_own_layers() -> None:
+    attention = torch.stack([at(2, 3, 4, 5) == 1, at(7, 8, 9, 10) == 1]).float()
+    windows = [Window(attention, *[torch.zeros(2, 2, 12).half()] * 2, torch.zeros(2, 4), torch.zeros(2, 4))]
+    scores = torch.stack([at(2, 3), at(7, 8, 9)])
+    values = [Mass(windows, SIZE, range(layer, layer + 1)).of_scores(0, scores) for layer in (0, 1)]
+    assert values[0].argmax() == 0 and values[1].argmax() == 1
 
 
 def test_greedy_adds_what_complements_and_stops_when_nothing_helps() -> None:

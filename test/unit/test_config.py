@@ -9,7 +9,7 @@ from dustin_sglang.config import ConfigError, DustinConfig, add_flags, flags_to_
 
 def test_defaults_are_the_documented_ones() -> None:
     assert DustinConfig.from_env({}) == DustinConfig(
-        512, 4, 64, None, "auto", "hybrid", "exact", "off", "auto", 0, 0, 0.0
+        512, 4, 64, None, "auto", "hybrid", 1.0, 1, "exact", "off", "auto", 0, 0, 0.0
     )
 
 
@@ -21,6 +21,8 @@ def test_variables_set_every_field() -> None:
         "DUSTIN_LOOKAHEAD_SHARE": "0.75",
         "DUSTIN_PROFILE": "pair.json",
         "DUSTIN_POLICY": "history",
+        "DUSTIN_MASS": "0.9",
+        "DUSTIN_LAYER_GROUPS": "4",
         "DUSTIN_RADIX": "shared",
         "DUSTIN_SPARSE_DRAFT": "unscored",
         "DUSTIN_ATTENTION": "flashinfer",
@@ -28,7 +30,9 @@ def test_variables_set_every_field() -> None:
         "DUSTIN_MONITOR_INTERVAL": "16",
         "DUSTIN_DENSE_FALLBACK": "0.5",
     }
-    want = DustinConfig(256, 2, 16, 0.75, "pair.json", "history", "shared", "unscored", "flashinfer", 64, 16, 0.5)
+    want = DustinConfig(
+        256, 2, 16, 0.75, "pair.json", "history", 0.9, 4, "shared", "unscored", "flashinfer", 64, 16, 0.5
+    )
     assert DustinConfig.from_env(env) == want
 
 
@@ -42,6 +46,11 @@ def test_variables_set_every_field() -> None:
         ("LOOKAHEAD_SHARE", "1.5", "--dustin-lookahead-share", "from 0 to 1"),
         ("LOOKAHEAD_SHARE", "nan", "--dustin-lookahead-share", "from 0 to 1"),
         ("POLICY", "best", "--dustin-policy", "hybrid"),
+        ("MASS", "0", "--dustin-mass", "above 0 and at most 1"),
+        ("MASS", "1.5", "--dustin-mass", "above 0 and at most 1"),
+        ("MASS", "nan", "--dustin-mass", "above 0 and at most 1"),
+        ("LAYER_GROUPS", "0", "--dustin-layer-groups", "from 1"),
+        ("LAYER_GROUPS", "two", "--dustin-layer-groups", "an integer from 1"),
         ("RADIX", "yes", "--dustin-radix", "exact, shared"),
         ("SPARSE_DRAFT", "on", "--dustin-sparse-draft", "off, all, unscored"),
         ("ATTENTION", "fa3", "--dustin-attention", "auto, dustin, flashinfer"),
@@ -54,6 +63,12 @@ def test_a_bad_value_names_flag_value_and_range(name: str, value: str, flag: str
         DustinConfig.from_env({f"DUSTIN_{name}": value})
     message = str(error.value)
     assert flag in message and value in message and allowed in message
+
+
+@pytest.mark.parametrize("policy", ["streaming", "random", "dense"])
+def test_a_policy_without_scores_cannot_end_lists_by_mass(policy: str) -> None:
+    with pytest.raises(ConfigError, match=f"--dustin-mass .* is 0.9 with --dustin-policy {policy}.*use 1"):
+        DustinConfig.from_env({"DUSTIN_MASS": "0.9", "DUSTIN_POLICY": policy})
 
 
 def test_protected_positions_must_fit_in_the_budget() -> None:

@@ -182,9 +182,9 @@ class SparseBackend(CpuAttnBackend):
 
     positions: tuple[list[int], ...] = ()
 
-    def verify_slots(self, forward_batch: Any) -> list[torch.Tensor]:
-        slots = self.committed_slots(forward_batch)
-        return [own[p] for own, p in zip(slots, self.positions, strict=True)]
+    def _verify_segments(self, forward_batch: Any, contexts: list[torch.Tensor]) -> list[Any]:
+        listed = [own[p] for own, p in zip(contexts, self.positions, strict=True)]
+        return super()._verify_segments(forward_batch, listed)
 
 
 def verify_batch(world: World, rows: list[int], contexts: list[int], g: int, mask: torch.Tensor | None) -> Any:

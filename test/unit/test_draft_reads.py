@@ -24,7 +24,8 @@ def test_a_draft_reads_the_shifted_list_and_every_slot_since(seed: int) -> None:
     ends = [start + draw.randrange(6) for start in starts]
     chosen = [listed(start, seed * 8 + b) for b, start in enumerate(starts)]
     lists = torch.tensor([own + [-1] * (BUDGET - len(own)) for own in chosen], dtype=torch.int32)
-    positions, counts = draft_reads(lists, torch.tensor(starts), torch.tensor(ends), BUDGET + 1 + 6)
+    full = torch.full((8,), BUDGET)
+    positions, counts = draft_reads(lists, full, torch.tensor(starts), torch.tensor(ends), BUDGET + 1 + 6)
     for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
         want = {p - 1 for p in chosen[b] if p > 0} | set(range(start - 1, end))
         assert positions[b, : counts[b]].tolist() == sorted(want)
@@ -33,13 +34,14 @@ def test_a_draft_reads_the_shifted_list_and_every_slot_since(seed: int) -> None:
 def test_with_every_position_listed_it_reads_everything() -> None:
     length, end = 30, 34
     everything = torch.arange(length, dtype=torch.int32).unsqueeze(0)
-    positions, counts = draft_reads(everything, torch.tensor([length]), torch.tensor([end]), 40)
+    positions, counts = draft_reads(everything, torch.tensor([length]), torch.tensor([length]), torch.tensor([end]), 40)
     assert positions[0, : counts[0]].tolist() == list(range(end))
 
 
 def test_a_request_within_the_budget_reads_everything_whatever_its_row_holds() -> None:
     stale = torch.full((1, BUDGET), 3, dtype=torch.int32)
-    positions, counts = draft_reads(stale, torch.tensor([BUDGET]), torch.tensor([BUDGET + 4]), BUDGET + 5)
+    length = torch.tensor([BUDGET])
+    positions, counts = draft_reads(stale, length - 3, length, length + 4, BUDGET + 5)
     assert positions[0, : counts[0]].tolist() == list(range(BUDGET + 4))
 
 
@@ -68,15 +70,29 @@ def reads(draft: SparseDraft, slots: list[int], ends: list[int]) -> list[list[in
 
 def test_lists_follow_their_request_slots_when_requests_change_places() -> None:
     draft = SparseDraft(frozenset(), 3, 4, table())
-    positions = torch.tensor([[0, 5, 19], [0, 7, 29]], dtype=torch.int32)
+    positions = torch.tensor([[[0, 5, 19], [0, 7, 29]]], dtype=torch.int32)
     draft.keep(Selection(positions, [3, 3], [True, True]), torch.tensor([1, 2]), torch.tensor([20, 30]))
     assert reads(draft, [2, 1], [31, 20]) == [[2006, 2028, 2029, 2030], [1004, 1018, 1019]]
+
+
+def test_of_several_groups_the_deepest_ones_list_is_read() -> None:
+    draft = SparseDraft(frozenset(), 3, 4, table())
+    positions = torch.tensor([[[0, 3, 19]], [[0, 5, 19]]], dtype=torch.int32)
+    draft.keep(Selection(positions, [3], [True]), torch.tensor([1]), torch.tensor([20]))
+    assert reads(draft, [1], [20]) == [[1004, 1018, 1019]]
+
+
+def test_a_list_that_ended_early_is_read_up_to_its_end() -> None:
+    draft = SparseDraft(frozenset(), 3, 4, table())
+    ended = Selection(torch.tensor([[[0, 19, -1]]], dtype=torch.int32), [3], [True], kept=torch.tensor([2]))
+    draft.keep(ended, torch.tensor([1]), torch.tensor([20]))
+    assert reads(draft, [1], [22]) == [[1018, 1019, 1020, 1021]]
 
 
 def test_a_new_request_in_a_slot_has_the_list_of_its_own_prefill() -> None:
     draft = SparseDraft(frozenset(), 3, 4, table())
     draft.keep(
-        Selection(torch.tensor([[0, 5, 19]], dtype=torch.int32), [3], [True]), torch.tensor([1]), torch.tensor([20])
+        Selection(torch.tensor([[[0, 5, 19]]], dtype=torch.int32), [3], [True]), torch.tensor([1]), torch.tensor([20])
     )
     draft.keep(Selection(None, [2], [False]), torch.tensor([1]), torch.tensor([2]))
     assert reads(draft, [1], [3]) == [[1000, 1001, 1002]]
@@ -85,7 +101,7 @@ def test_a_new_request_in_a_slot_has_the_list_of_its_own_prefill() -> None:
 def test_padded_rows_of_a_captured_batch_read_the_dummy_slot() -> None:
     draft = SparseDraft(frozenset(), 3, 4, table())
     draft.keep(
-        Selection(torch.tensor([[0, 5, 19]], dtype=torch.int32), [3], [True]), torch.tensor([1]), torch.tensor([20])
+        Selection(torch.tensor([[[0, 5, 19]]], dtype=torch.int32), [3], [True]), torch.tensor([1]), torch.tensor([20])
     )
     assert reads(draft, [1, 0], [20, 1])[1] == [0]
 
@@ -93,7 +109,7 @@ def test_padded_rows_of_a_captured_batch_read_the_dummy_slot() -> None:
 def test_positions_at_the_end_of_the_table_do_not_leave_it() -> None:
     draft = SparseDraft(frozenset(), 3, 4, table(width=20))
     draft.keep(
-        Selection(torch.tensor([[0, 5, 17]], dtype=torch.int32), [3], [True]), torch.tensor([1]), torch.tensor([18])
+        Selection(torch.tensor([[[0, 5, 17]]], dtype=torch.int32), [3], [True]), torch.tensor([1]), torch.tensor([18])
     )
     assert reads(draft, [1], [20]) == [[1004, 1016, 1017, 1018, 1019]]
 

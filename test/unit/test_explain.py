@@ -19,6 +19,7 @@ from dustin_sglang.calibrate.texts import Passage
 from dustin_sglang.calibrate.trace import CalibrationError, TracedModel
 from dustin_sglang.calibrate.windows import collect
 from dustin_sglang.explain.__main__ import main
+from dustin_sglang.explain.checks import CHOOSING
 from dustin_sglang.explain.heat import heat
 from dustin_sglang.explain.page import Subject, render, source_names
 from dustin_sglang.explain.prompt import PART_OF_CHARACTER, pieces
@@ -117,7 +118,7 @@ def test_sources_of_a_case_by_hand() -> None:
     assert sources(budget, positions[0], lookahead, history, 8) == "prl.b.rp"
 
 
-@pytest.mark.parametrize("policy", sorted(name for name, policy in POLICIES.items() if not policy.dense))
+@pytest.mark.parametrize("policy", CHOOSING)
 def test_every_list_has_the_budget_and_names_only_sources_of_its_policy(models: list[TracedModel], policy: str) -> None:
     names = source_names(POLICIES[policy]().budget(SIZE.budget, SIZE.sinks, SIZE.window, 0.5))
     for one in decode(models, policy).rounds:
@@ -151,6 +152,18 @@ def test_scores_are_those_that_calibration_measures(models: list[TracedModel]) -
         back = score(window.history, profile.history, target.shape)
         torch.testing.assert_close(one.lookahead, ahead.float(), atol=5e-3, rtol=5e-3)
         torch.testing.assert_close(one.history, back.float(), atol=5e-3, rtol=5e-3)
+
+
+def test_each_group_of_layers_has_a_page_of_its_own(folder: Path) -> None:
+    """The one list's history layer is 2 of 4, so the second group's list is that of no groups; the first differs."""
+    lists = {}
+    for name, *options in (["one"], ["1", "--layer-groups", "2"], ["2", "--layer-groups", "2", "--group", "2"]):
+        assert run(folder, f"group-{name}.html", *options) == 0
+        elements = Elements((folder / f"group-{name}.html").read_text(encoding="utf-8"))
+        lists[name] = [one["list"] for one in json.loads(elements.text["data"])["rounds"]]
+    assert lists["2"] == lists["one"] != lists["1"]
+    page = (folder / "group-1.html").read_text(encoding="utf-8")
+    assert "layers 0 to 1, group 1 of 2" in page
 
 
 def test_decoding_stops_at_the_end_token(models: list[TracedModel]) -> None:
@@ -245,6 +258,9 @@ def test_standard_input_and_a_question_make_the_request(
         (["--sinks", "-1"], "--sinks is -1; it must be at least 0"),
         (["--window", "-1"], "--window is -1; it must be at least 0"),
         (["--policy", "dense"], "--policy is dense; it must be one of history, hybrid"),
+        (["--layer-groups", "5"], "--layer-groups is 5; it must be from 1 to 4, the target's layers"),
+        (["--layer-groups", "2", "--policy", "streaming"], "--layer-groups is 2 with --policy streaming"),
+        (["--layer-groups", "2", "--group", "3"], "--group is 3; it must be from 1 to --layer-groups, 2"),
         (["--new-tokens", "1"], "--new-tokens is 1; it must be at least 2"),
         (["--new-tokens", "5000"], "--new-tokens is 5000; it must be at most 3988"),
         (["--device", "gpu"], "--device is gpu; it must be cpu, or a GPU that torch finds"),

@@ -21,8 +21,10 @@ def expected(positions, seq_lens, req_pool_indices, req_to_token, kv_indptr, num
     """Plain Python."""
     result = [POISON] * size
     for b, n in enumerate(seq_lens):
-        listed = range(n) if positions is None else positions[b][: min(n, len(positions[b]))]
-        read = [*listed, *range(n, n + num_draft_tokens)][: kv_indptr[b + 1] - kv_indptr[b]]
+        room = kv_indptr[b + 1] - kv_indptr[b]
+        count = max(min(n, room - num_draft_tokens, n if positions is None else len(positions[b])), 0)
+        listed = range(count) if positions is None else positions[b][:count]
+        read = [*listed, *range(n, n + num_draft_tokens)][:room]
         for i, position in enumerate(read):
             result[kv_indptr[b] + i] = req_to_token[req_pool_indices[b]][position]
     return result
@@ -38,6 +40,18 @@ def test_hand_computed(backend):
         torch.tensor([1, 6, 9], dtype=torch.int32), 2, kv_indices, backend=backend,
     )  # fmt: skip
     assert kv_indices.tolist() == [POISON, 20, 22, 23, 24, 25, 10, 11, 12, POISON]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_shorter_range_lists_fewer_positions_and_all_drafts(backend):
+    req_to_token = torch.arange(100, 120, dtype=torch.int32).view(2, 10)
+    positions = torch.tensor([[0, 2, 3, -1], [1, 3, 5, 6]], dtype=torch.int32)
+    kv_indices = torch.full((9,), POISON, dtype=torch.int32)
+    write_slots(
+        positions, torch.tensor([5, 8]), torch.tensor([0, 1]), req_to_token,
+        torch.tensor([0, 5, 8], dtype=torch.int32), 2, kv_indices, backend=backend,
+    )  # fmt: skip
+    assert kv_indices.tolist() == [100, 102, 103, 105, 106, 111, 118, 119, POISON]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -25,7 +25,7 @@ def bounds(query: torch.Tensor, keys: torch.Tensor, length: int) -> torch.Tensor
     table = torch.zeros(2, len(keys), dtype=torch.int32)
     table[1] = torch.arange(0, 2 * len(keys), 2)
     signal = PageBounds(store, [pool], (0,) * heads, 1.0, shift=0)
-    return signal.score(Context(table, torch.tensor([1]), torch.tensor([length]), length))[0]
+    return signal.score(Context(table, torch.tensor([1]), torch.tensor([length]), length))[0, 0]
 
 
 def test_every_position_has_the_bound_of_its_page() -> None:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dustin_sglang.config import ConfigError, DustinConfig
 from dustin_sglang.selection.context import Context
 from dustin_sglang.selection.policies import POLICIES, Budget
 
@@ -44,6 +45,22 @@ def test_history_alone() -> None:
 
 def test_streaming_reads_sinks_and_the_newest() -> None:
     assert pick("streaming", sinks=2) == [0, 1, 7, 8, 9]
+
+
+def test_hybrid_depth_lists_by_lookahead_in_the_shallow_half_and_by_their_own_history_in_the_deep_half() -> None:
+    policy = POLICIES["hybrid-depth"]()
+    assert policy.history_groups(4) == 2
+    history = torch.stack([HISTORY, HISTORY.flip(1)])
+    lists = policy.select_groups(policy.budget(5, 1, 1, 0.5), LOOKAHEAD, history, context(10))
+    ahead = pick("lookahead")
+    assert lists[:, 0].tolist() == [ahead, ahead, pick("history"), [0, 1, 6, 7, 9]]
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_hybrid_depth_needs_as_many_shallow_groups_as_deep_ones(groups: int) -> None:
+    with pytest.raises(ConfigError, match=f"--dustin-layer-groups .* is {groups} .*hybrid-depth: .*even number"):
+        DustinConfig(policy="hybrid-depth", layer_groups=groups)
+    assert DustinConfig(policy="hybrid-depth", layer_groups=groups + 1)
 
 
 def test_ties_go_to_the_lower_position() -> None:
@@ -167,7 +184,18 @@ def test_dense_has_no_list() -> None:
 
 
 def test_the_policies_of_the_flag() -> None:
-    names = {"hybrid", "hybrid-sum", "lookahead", "history", "quest", "snapkv", "streaming", "random", "dense"}
+    names = {
+        "hybrid",
+        "hybrid-sum",
+        "hybrid-depth",
+        "lookahead",
+        "history",
+        "quest",
+        "snapkv",
+        "streaming",
+        "random",
+        "dense",
+    }
     assert set(POLICIES) == names
 
 

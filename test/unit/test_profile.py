@@ -18,6 +18,8 @@ from dustin_sglang.profile import (
     load_profile,
     save_profile,
 )
+from dustin_sglang.selection.heads import Heads
+from dustin_sglang.selection.layer_groups import LayerGroups
 
 TARGET = ModelShape(layers=80, heads=64, kv_heads=8, head_dim=128)
 DRAFT = ModelShape(layers=24, heads=14, kv_heads=2, head_dim=64)
@@ -109,6 +111,38 @@ def test_what_was_measured_is_kept(tmp_path: Path) -> None:
     save_profile(made, str(tmp_path / "pair.json"))
     loaded = load_profile(str(tmp_path / "pair.json"), DRAFT, TARGET)
     assert loaded.fingerprints == prints and loaded.measured == measured
+
+
+def test_history_of_groups_is_kept_and_is_that_of_the_one_list_where_nothing_was_measured(tmp_path: Path) -> None:
+    automatic = auto_profile(DRAFT, TARGET)
+    every = tuple(range(TARGET.heads))
+    layers = [part.layers for part in automatic.group_history(LayerGroups(TARGET.layers, 4))]
+    assert layers == [(13,), (33,), (53,), (73,)], "53 is the one list's, the others lie at two thirds of their groups"
+    measured = dataclasses.replace(automatic, grouped_history={2: Heads(((7, every), (60, (0, 5))))})
+    save_profile(measured, str(tmp_path / "pair.json"))
+    loaded = load_profile(str(tmp_path / "pair.json"), DRAFT, TARGET)
+    assert [part.by_layer for part in loaded.group_history(LayerGroups(TARGET.layers, 2))] == [
+        ((7, every),),
+        ((60, (0, 5)),),
+    ]
+    assert loaded.group_history(LayerGroups(TARGET.layers, 4)) == automatic.group_history(LayerGroups(TARGET.layers, 4))
+    assert loaded.group_history(LayerGroups(TARGET.layers)) == (automatic.history,)
+
+
+@pytest.mark.parametrize(
+    "grouped, message",
+    [
+        ({"2": {"3": [0]}}, "names no head in layers 40 to 79"),
+        ({"2": {"3": [0], "80": [0]}}, "layer 80 is not in"),
+        ({"81": {"3": [0]}}, "81 groups are not in 1..80"),
+        ({"two": {"3": [0]}}, "malformed"),
+        ({"2": [3, 60]}, "malformed"),
+    ],
+)
+def test_a_wrong_history_of_groups_is_refused(tmp_path: Path, grouped: object, message: str) -> None:
+    path = write(tmp_path / "pair.json", grouped_history=grouped)
+    with pytest.raises(ProfileError, match=message):
+        load_profile(path, DRAFT, TARGET)
 
 
 def test_a_profile_of_other_checkpoints_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -75,12 +75,16 @@ def run(folder: Path, *arguments: str) -> int:
 def test_every_policy_has_a_row_at_every_budget_and_resuming_adds_nothing(folder: Path, tmp_path: Path) -> None:
     result = tmp_path / "quality.json"
     arguments = ["--ks", "96", "256", "--profile", "auto", "random-heads", "--shares", "1", "--json", str(result)]
+    arguments += ["--groups", "1", "2"]
     assert run(folder, *arguments) == 0
     (measured,) = json.loads(result.read_text())["runs"]
     rows = measured["rows"]
     for k in (96, 256):
         assert {row["policy"] for row in rows if row["k"] == k} == set(CHOICES)
-    assert {row["groups"] for row in rows if row["policy"] == "oracle"} == {1, TARGET.num_layers}
+    assert {row["groups"] for row in rows if row["policy"] == "oracle"} == {1, 2, TARGET.num_layers}
+    groups = {row["policy"]: {r["groups"] for r in rows if r["policy"] == row["policy"]} for row in rows}
+    assert groups["hybrid"] == groups["history"] == groups["quest"] == {1, 2} and groups["hybrid-depth"] == {2}
+    assert all(groups[name] == {1} for name in ("lookahead", "snapkv", "streaming", "random"))
     assert {row["profile"] for row in rows if row["policy"] == "history"} == {"automatic", "random-heads"}
     assert {row["lookahead_share"] for row in rows if row["policy"] == "hybrid"} == {0.5, 1}
     assert all((row["n"], row["passages"]) == (20, 2) for row in rows)
@@ -90,6 +94,7 @@ def test_every_policy_has_a_row_at_every_budget_and_resuming_adds_nothing(folder
     assert all(abs(row["kl"]) < 1e-5 and row["agreement"] == 1 and row["mass"] == pytest.approx(1) for row in whole)
     assert any(row["kl"] > 1e-3 for row in rows if row["k"] == 96)
     default = [row for row in rows if (row["policy"], row["profile"], row["lookahead_share"]) == DEFAULT]
+    default = [row for row in default if row["groups"] == 1]
     assert len(default) == 2 and all(row["kl_minus_default"] == 0 for row in default)
 
     before = result.read_text()
@@ -137,8 +142,22 @@ def test_scores_are_those_of_calibration(
         ahead = score(window.lookahead, profile.lookahead, profile.draft)
         back = score(window.history, profile.history, profile.target)
         torch.testing.assert_close(reading.lookahead["automatic"][w, :n], ahead, atol=1e-2, rtol=1e-2)
-        torch.testing.assert_close(reading.history["automatic"][w, :n], back, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(reading.history["automatic", 1][0, w, :n], back, atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(reading.oracle[w, :, :n].sum(0), window.oracle)
+
+
+def test_groups_read_their_own_lists(pair: tuple[TracedModel, TracedModel], profile: Profile) -> None:
+    """Layer 0 is the first group, layers 1 and 2 the second, whose history is the one list's."""
+    reading = Reading(*pair, PASSAGE, ROWS, {"automatic": profile}, [1, 2])
+    one, two = (reading.lists(Method("history", groups, "automatic"), SIZE) for groups in (1, 2))
+    assert torch.equal(two[:, 1], one[:, 0]) and not torch.equal(two[:, 0], one[:, 0])
+    depth = reading.lists(Method("hybrid-depth", 2, "automatic"), SIZE)
+    assert torch.equal(depth[:, 0], reading.lists(Method("lookahead", 1, "automatic"), SIZE)[:, 0])
+    assert torch.equal(depth[:, 1], two[:, 1])
+    assert torch.equal(reading.by_layer(two), two[:, [0, 1, 1]])
+    oracle = reading.lists(Method("oracle", 2), SIZE)
+    whole = captured_masses(oracle[:1, [0]].long(), reading.oracle[0, [0], :90], SIZE)
+    assert whole.item() == pytest.approx(1), "the first group is one layer, whose best list it is"
 
 
 def test_lists_differ_from_layer_to_layer_only_for_the_oracle_per_layer(reading: Reading) -> None:
@@ -219,6 +238,9 @@ def characters() -> Texts:
         (["--tasks", "code"], "--code"),
         (["--ks", "68"], "--ks 68"),
         (["--shares", "1.5"], "--shares"),
+        (["--groups", "0"], "--groups 0"),
+        (["--groups", "4"], "--groups 4: the target has 3 layers"),
+        (["--policies", "hybrid-depth"], "hybrid-depth needs an even number among --groups"),
         (["--windows", "0"], "--windows"),
         (["--profile", "auto", "automatic"], "--profile"),
         (["--contexts", "5000"], "--context is 5000"),

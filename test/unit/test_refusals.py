@@ -187,6 +187,16 @@ def test_a_short_draft_is_allowed_when_the_user_says_so(
     arguments(models, speculative_draft_model_path=short)
 
 
+def test_more_groups_than_the_target_has_layers_are_refused(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DUSTIN_LAYER_GROUPS", "4")
+    arguments(models)
+    monkeypatch.setenv("DUSTIN_LAYER_GROUPS", "5")
+    with pytest.raises(ValueError, match="--dustin-layer-groups .* is 5, but the target has 4 layers.*from 1 to 4"):
+        arguments(models)
+
+
 def fake_config(**changes: Any) -> SimpleNamespace:
     defaults = dict(
         attention_arch=SimpleNamespace(name="MHA"),
@@ -197,6 +207,7 @@ def fake_config(**changes: Any) -> SimpleNamespace:
         vocab_size=10,
         hidden_size=8,
         hf_config=SimpleNamespace(),
+        num_attention_layers=4,
     )
     return SimpleNamespace(**(defaults | changes))
 

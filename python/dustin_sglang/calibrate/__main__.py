@@ -57,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--window", type=int, default=default.window, metavar="N", help="last positions (default: %(default)s)")
     add("--cost", type=float, default=default.cost, metavar="SHARE", help="bytes that lookahead may read, as a share "
         "of the target's K and V (default: 1/16)")  # fmt: skip
+    add("--layer-groups", type=int, nargs="+", default=default.layer_groups, metavar="G", help="also choose a history "
+        "layer for each of G groups of layers, as --dustin-layer-groups of a launch (default: none)")  # fmt: skip
     add("--trials", type=int, default=default.trials, metavar="N", help="splits to try (default: %(default)s)")
     add("--seed", type=int, default=default.seed, help="of passages, needles and optuna (default: %(default)s)")
     add_device_options(parser)
@@ -67,7 +69,7 @@ def _run(args: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
     from dustin_sglang.calibrate.calibration import Calibration
-    from dustin_sglang.calibrate.checks import check_context, check_files, check_settings
+    from dustin_sglang.calibrate.checks import check_context, check_files, check_groups, check_settings
     from dustin_sglang.calibrate.report import draw, render
     from dustin_sglang.calibrate.settings import Settings
     from dustin_sglang.calibrate.store import Store
@@ -75,6 +77,7 @@ def _run(args: argparse.Namespace) -> None:
     from dustin_sglang.fingerprint import fingerprint
     from dustin_sglang.profile import save_profile
 
+    args.layer_groups = tuple(args.layer_groups)
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     judged = "held-out" if args.held_out else "text"
     files = {"text": args.text, judged: args.held_out or args.text}
@@ -82,6 +85,7 @@ def _run(args: argparse.Namespace) -> None:
     check_files([file for chosen in files.values() for file in chosen], args.out)
     target, draft = load_pair(args)
     check_context(target, draft, settings)
+    check_groups(target, settings)
 
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     prints = {role: fingerprint(str(path)) or "" for role, path in (("draft", args.draft), ("target", args.target))}

@@ -27,6 +27,7 @@ from dustin_sglang.calibrate.trace import CalibrationError, TracedModel
 from dustin_sglang.calibrate.windows import Window, collect
 from dustin_sglang.profile import Profile, auto_profile
 from dustin_sglang.selection.heads import Heads
+from dustin_sglang.selection.layer_groups import LayerGroups
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,17 @@ class Calibration:
         share, value = choose_share(objective, ahead, back, settings.size, settings.trials, settings.seed)
         print(f"lookahead share {share:.2f}: {settings.objective} {value:.4f}", flush=True)
         return Profile(
-            self.draft.shape, self.target.shape, lookahead, history, round(share, 4), "calibrated", fingerprints
+            self.draft.shape,
+            self.target.shape,
+            lookahead,
+            history,
+            round(share, 4),
+            "calibrated",
+            fingerprints,
+            grouped_history={
+                count: self._grouped_history(count, objective, windows, ranks["target retrieval"])
+                for count in settings.layer_groups
+            },
         )
 
     def _history(self, objective: Objective, windows: list[Window], retrieval: torch.Tensor) -> Heads:
@@ -131,6 +142,25 @@ class Calibration:
             layer = int(values.argmax())
         print(f"history: target layer {layer}", flush=True)
         return Heads(((layer, tuple(range(self.target.shape.heads))),))
+
+    def _grouped_history(
+        self, count: int, objective: Objective, windows: list[Window], retrieval: torch.Tensor
+    ) -> Heads:
+        """All heads of the best layer of each group, by what it does for that group alone."""
+        groups, settings, best = LayerGroups(self.target.shape.layers, count), self.settings, list[int]()
+        for group, layers in enumerate(groups.ranges):
+            span = slice(layers.start, layers.stop)
+            if settings.objective == "needle":
+                values = retrieval[span].sum(1)
+            else:
+                judge: Objective = Mass(windows, settings.size, layers)
+                if isinstance(objective, Divergence):
+                    judge = objective.of_group(windows, groups, group)
+                scores = tqdm([w.history[span] for w in windows], desc=f"history of group {group + 1} of {count}")
+                values = layer_values(judge, scores)
+            best.append(layers[int(values.argmax())])
+        print(f"history of {count} groups: target layers {', '.join(map(str, best))}", flush=True)
+        return Heads(tuple((layer, tuple(range(self.target.shape.heads))) for layer in best))
 
     def _lookahead(self, windows: list[Window], retrieval: torch.Tensor) -> Heads:
         """KV heads of the draft up to the cost, at least one; by captured mass unless retrieval heads are asked for.

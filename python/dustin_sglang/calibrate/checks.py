@@ -59,6 +59,19 @@ def check_context(target: TracedModel, draft: TracedModel, settings: Settings) -
     require("--context", settings.context, settings.context <= most, f"at most {most} for these models")
 
 
+def check_groups(target: TracedModel, settings: Settings) -> None:
+    """Check that the target's layers can fall into so many groups.
+
+    Raises
+    ------
+    CalibrationError
+        They cannot.
+    """
+    most = target.shape.layers
+    for count in settings.layer_groups:
+        require("--layer-groups", count, 2 <= count <= most, f"from 2 to {most}, the target's layers")
+
+
 def check_vocabulary(target: TracedModel, draft: TracedModel) -> None:
     """Check that the draft speaks the target's vocabulary.
 

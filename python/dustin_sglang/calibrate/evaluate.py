@@ -14,11 +14,12 @@ from dustin_sglang.calibrate.simulate import Prefix
 from dustin_sglang.calibrate.windows import Window
 from dustin_sglang.profile import Profile
 from dustin_sglang.selection.context import Context
+from dustin_sglang.selection.layer_groups import LayerGroups
 from dustin_sglang.selection.policies import POLICIES
 
 AUTOMATIC = "automatic profile"  # how the rows of that profile end
 
-Chooser = Callable[[Window, ListSize], torch.Tensor]
+Chooser = Callable[[Window, ListSize], torch.Tensor]  # int [layers, budget]
 
 
 @dataclass(frozen=True)
@@ -42,21 +43,25 @@ class Row:
 
 def oracle(window: Window, size: ListSize) -> torch.Tensor:
     """The best single list, which no policy can know: for analysis only."""
-    return best_positions(window.oracle, size)
+    return best_positions(window.oracle, size).expand(len(window.attention), -1)
 
 
-def choose_with(policy_name: str, profile: Profile) -> Chooser:
-    """What a launch's policy lists under a profile."""
+def choose_with(policy_name: str, profile: Profile, count: int = 1) -> Chooser:
+    """What a launch's policy lists under a profile, for each layer by its group."""
+    groups = LayerGroups(profile.target.layers, count)
+    group_of = [groups.of(layer) for layer in range(groups.layers)]
 
     def choose(window: Window, size: ListSize) -> torch.Tensor:
-        policy, n = POLICIES[policy_name](), window.oracle.shape[0]
+        policy, n = POLICIES[policy_name](), window.attention.shape[1]
         ahead = score(window.lookahead, profile.lookahead, profile.draft).unsqueeze(0)
-        back = score(window.history, profile.history, profile.target).unsqueeze(0)
+        parts = profile.group_history(groups)
+        back = torch.stack([score(window.history, part, profile.target) for part in parts]).unsqueeze(1)
         budget = policy.budget(size.budget, size.sinks, size.window, profile.lookahead_share)
         context = Context(torch.zeros(1, n, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.tensor([n]), n)
-        return policy.select(
+        lists = policy.select_groups(
             budget, ahead if policy.uses_lookahead else None, back if policy.uses_history else None, context
-        )[0]
+        )[:, 0]
+        return lists[group_of] if policy.uses_history else lists.expand(groups.layers, -1)
 
     return choose
 
@@ -67,6 +72,8 @@ def choosers(profile: Profile, automatic: Profile) -> dict[str, Chooser]:
     for name in ("hybrid", "hybrid-sum", "lookahead", "history"):
         named[f"{name}, this profile"] = choose_with(name, profile)
         named[f"{name}, {AUTOMATIC}"] = choose_with(name, automatic)
+    for count in profile.grouped_history:
+        named[f"hybrid, {count} lists, this profile"] = choose_with("hybrid", profile, count)
     return named | {name: choose_with(name, profile) for name in ("streaming", "random")}
 
 
@@ -81,9 +88,9 @@ def measure(
     """Means of every chooser over the windows, whose texts and committed lengths are `places`."""
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in named}
     for window, (prefix, n) in zip(windows, places, strict=True):
-        lists = torch.stack([choose(window, size) for choose in named.values()])
-        for name, positions, outcome in zip(named, lists, prefix.compare(n, rows, lists)):
-            mass = listed_mass(positions, window.oracle, size)
+        lists = torch.stack([choose(window, size) for choose in named.values()], dim=1)
+        for name, positions, outcome in zip(named, lists.unbind(1), prefix.compare(n, rows, lists)):
+            mass = listed_mass(positions, window.attention, size)
             sums[name] += torch.tensor([mass, outcome.agreement, outcome.kl])
         progress()
     return {name: Row(*(total / len(windows)).tolist()) for name, total in sums.items()}
@@ -92,6 +99,6 @@ def measure(
 def recall_curve(choose: Chooser, windows: Sequence[Window], sizes: Sequence[ListSize]) -> list[float]:
     """Mean captured mass at several sizes of the list."""
     return [
-        sum(listed_mass(choose(window, size), window.oracle, size) for window in windows) / len(windows)
+        sum(listed_mass(choose(window, size), window.attention, size) for window in windows) / len(windows)
         for size in sizes
     ]

@@ -51,8 +51,11 @@ def captured_mass(scores: torch.Tensor, oracle: torch.Tensor, size: ListSize) ->
 
 
 def listed_mass(positions: torch.Tensor, oracle: torch.Tensor, size: ListSize) -> float:
-    """Captured mass of a list of positions int ``[budget]``."""
-    middle = torch.zeros_like(oracle)
-    inside = positions[(positions >= size.sinks) & (positions < oracle.shape[0] - size.window)].long()
-    middle[inside] = oracle[inside]
-    return float(middle.sum() / size.middle(oracle).topk(size.free).values.sum())
+    """Captured mass of a list of positions int ``[budget]``, or of a list a layer by attention ``[layers, context]``.
+
+    The unit is the best single list's in both cases, so that lists of several layers can capture more than 1.
+    """
+    chosen = (positions >= size.sinks) & (positions < oracle.shape[-1] - size.window)
+    listed = oracle.gather(-1, positions.clamp(min=0).long()) * chosen
+    best = size.middle(oracle if oracle.dim() == 1 else oracle.sum(0)).topk(size.free).values.sum()
+    return float(listed.sum() / best)

@@ -10,6 +10,7 @@ from dustin_kernels import select_positions
 from dustin_sglang.calibrate.mass import ListSize, captured_mass, listed_mass
 from dustin_sglang.calibrate.simulate import Prefix
 from dustin_sglang.calibrate.windows import Window
+from dustin_sglang.selection.layer_groups import LayerGroups
 
 
 class Objective(Protocol):
@@ -23,16 +24,24 @@ class Objective(Protocol):
 
 
 class Mass:
-    """Captured mass: cheap, but it counts diffuse attention of early layers as much as a needle."""
+    """Captured mass: cheap, but it counts diffuse attention of early layers as much as a needle.
 
-    def __init__(self, windows: list[Window], size: ListSize) -> None:
-        self._windows, self._size = windows, size
+    Parameters
+    ----------
+    layers
+        Those whose attention counts; None for all.
+    """
+
+    def __init__(self, windows: list[Window], size: ListSize, layers: range | None = None) -> None:
+        every = slice(None) if layers is None else slice(layers.start, layers.stop)
+        self._oracles = [window.attention[every].sum(0) for window in windows]
+        self._size = size
 
     def of_scores(self, window: int, scores: torch.Tensor) -> torch.Tensor:
-        return captured_mass(scores, self._windows[window].oracle, self._size)
+        return captured_mass(scores, self._oracles[window], self._size)
 
     def of_list(self, window: int, positions: torch.Tensor) -> float:
-        return listed_mass(positions, self._windows[window].oracle, self._size)
+        return listed_mass(positions, self._oracles[window], self._size)
 
 
 class Divergence:
@@ -52,9 +61,54 @@ class Divergence:
         lists = torch.stack([best_positions(one, self._size) for one in scores])
         return torch.tensor([-outcome.kl for outcome in prefix.compare(n, self._rows, lists)])
 
+    def of_group(self, windows: list[Window], groups: LayerGroups, group: int) -> GroupDivergence:
+        """The same for one group of layers; `windows` are those at the places."""
+        return GroupDivergence(self._places, windows, self._rows, self._size, groups, group)
+
     def of_list(self, window: int, positions: torch.Tensor) -> float:
         prefix, n = self._places[window]
         return -prefix.compare(n, self._rows, positions.unsqueeze(0))[0].kl
+
+
+class GroupDivergence(Divergence):
+    """The same for one group of layers, while the other groups read their own best lists, which no policy knows.
+
+    So groups do not depend on each other, and the other groups add little of their own.
+
+    Parameters
+    ----------
+    windows
+        Those at `places`.
+    groups, group
+        All groups, and the one whose lists are judged.
+    """
+
+    def __init__(
+        self,
+        places: list[tuple[Prefix, int]],
+        windows: list[Window],
+        rows: int,
+        size: ListSize,
+        groups: LayerGroups,
+        group: int,
+    ) -> None:
+        super().__init__(places, rows, size)
+        self._windows, self._groups, self._group = windows, groups, group
+
+    def of_scores(self, window: int, scores: torch.Tensor) -> torch.Tensor:
+        return self._judge(window, torch.stack([best_positions(one, self._size) for one in scores]))
+
+    def of_list(self, window: int, positions: torch.Tensor) -> float:
+        return float(self._judge(window, positions.unsqueeze(0))[0])
+
+    def _judge(self, window: int, lists: torch.Tensor) -> torch.Tensor:
+        attention = self._windows[window].attention
+        by_layer = torch.empty((self._groups.layers, *lists.shape), dtype=lists.dtype)
+        for group, layers in enumerate(self._groups.ranges):
+            best = best_positions(attention[layers.start : layers.stop].sum(0), self._size)
+            by_layer[layers.start : layers.stop] = lists if group == self._group else best
+        prefix, n = self._places[window]
+        return torch.tensor([-outcome.kl for outcome in prefix.compare(n, self._rows, by_layer)])
 
 
 def best_positions(scores: torch.Tensor, size: ListSize) -> torch.Tensor:

@@ -43,7 +43,7 @@ def draw(
         Those of the curves.
     """
     draw_heads(out.with_suffix(".heads.png"), ranks, {"draft": profile.lookahead, "target": profile.history})
-    shortest = min(window.oracle.shape[0] for window in windows)
+    shortest = min(window.attention.shape[1] for window in windows)
     protected = settings.sinks + settings.window
     budgets = sorted({settings.budget, *(k for k in _BUDGETS if protected < k <= shortest // 2)})
     sizes = [replace(settings.size, budget=budget) for budget in budgets]

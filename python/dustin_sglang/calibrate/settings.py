@@ -30,6 +30,8 @@ class Settings:
         Bytes of K that lookahead may read, as a share of the target's K and V.
     objective
         One of `OBJECTIVES`.
+    layer_groups
+        Numbers of groups of target layers for which history is chosen too.
     trials
         Splits that optuna tries.
     seed
@@ -44,6 +46,7 @@ class Settings:
     window: int = 64
     cost: float = 1 / 16
     objective: str = "kl"
+    layer_groups: tuple[int, ...] = ()
     trials: int = 20
     seed: int = 0
 

@@ -92,11 +92,11 @@ class Prefix:
         return torch.cat([prefix[:, lists], own], dim=2).flatten(0, 1)
 
     def compare(self, n: int, rows: int, lists: torch.Tensor) -> list[Outcome]:
-        """Sparse verifications over `lists` int ``[lists, budget]``, each beside the dense one."""
+        """Sparse verifications over `lists`, as `verify` takes them, each beside the dense one."""
         if (n, rows) not in self._dense:
             self._dense[n, rows] = self.verify(n, rows, torch.arange(n).unsqueeze(0))[0].log_softmax(-1)
         dense, outcomes = self._dense[n, rows], []
-        for some in lists.split(_AT_ONCE):
+        for some in lists.split(_AT_ONCE, dim=-2):
             for sparse in self.verify(n, rows, some).log_softmax(-1):
                 agreement = (dense.argmax(-1) == sparse.argmax(-1)).float().mean()
                 outcomes.append(Outcome(float(agreement), float((dense.exp() * (dense - sparse)).sum(-1).mean())))

@@ -11,6 +11,7 @@ import torch
 from dustin_sglang.calibrate.trace import CalibrationError
 from dustin_sglang.calibrate.windows import Window
 
+FORMAT = 2  # of the files; 1 had no attention of single layers
 _FIELDS = tuple(field.name for field in fields(Window))
 
 
@@ -42,7 +43,7 @@ class Store:
     """
 
     def __init__(self, folder: Path | None, made_with: dict[str, object]) -> None:
-        self._folder, self._made_with = folder, json.dumps(made_with, sort_keys=True)
+        self._folder, self._made_with = folder, json.dumps({"format": FORMAT, **made_with}, sort_keys=True)
 
     def load(self, number: int) -> Measured | None:
         """Passage `number`, or None if it is not there.
@@ -61,7 +62,8 @@ class Store:
             with safe_open(file, framework="pt") as data:
                 if (data.metadata() or {}).get("made_with") != self._made_with:
                     raise CalibrationError(
-                        f"--resume: {file} was measured with other models, texts or settings; name another folder"
+                        f"--resume: {file} was measured with other models, texts or settings, or by another release; "
+                        "name another folder"
                     )
                 return _unpack({name: data.get_tensor(name) for name in data.keys()})
         except SafetensorError as error:

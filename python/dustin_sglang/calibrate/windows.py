@@ -27,8 +27,8 @@ class Window:
 
     Attributes
     ----------
-    oracle
-        float32 ``[n]``, attention of the target's verified rows, summed over rows, layers and heads.
+    attention
+        float32 ``[layers, n]``, of the target's verified rows, summed over rows and heads.
     lookahead, history
         float16 ``[layers, kv_heads, n]``, scores of draft and target, summed over the rows and over the query heads
         that read a KV head.
@@ -36,11 +36,16 @@ class Window:
         float32 ``[layers, heads]``, captured mass of each query head by itself.
     """
 
-    oracle: torch.Tensor
+    attention: torch.Tensor
     lookahead: torch.Tensor
     history: torch.Tensor
     lookahead_mass: torch.Tensor
     history_mass: torch.Tensor
+
+    @property
+    def oracle(self) -> torch.Tensor:
+        """float32 ``[n]``, attention summed over layers too."""
+        return self.attention.sum(0)
 
 
 class _Scores:
@@ -71,12 +76,12 @@ def collect(
     """
     lengths = passage.lengths
     history, lookahead = _Scores(target, lengths), _Scores(draft, lengths)
-    oracles = {n: torch.zeros(n, device=target.device) for n in lengths}
+    attention = {n: torch.zeros(target.shape.layers, n, device=target.device) for n in lengths}
 
     def see_target(layer: Layer) -> None:
         for n in lengths:
             verified = attention_weights(layer.q[:, n : n + rows], layer.k[:, : n + rows], layer.scale, own_rows=True)
-            oracles[n] += verified[:, :, :n].sum((0, 1))
+            attention[n][layer.index] = verified[:, :, :n].sum((0, 1))
             kept = attention_weights(layer.q[:, n - 1 : n], layer.k[:, :n], layer.scale)
             history.by_length[n][layer.index] = kept[:, 0].half()
 
@@ -93,7 +98,7 @@ def collect(
             model.read(ids, see, [0])
         else:
             retrieval[name] = _read_needle(model, ids, see, passage.needle.shifted(-shift))
-    return [_window(oracles[n], lookahead, history, n, size) for n in lengths], retrieval
+    return [_window(attention[n], lookahead, history, n, size) for n in lengths], retrieval
 
 
 def _read_needle(model: TracedModel, ids: list[int], see: Callable[[Layer], None], needle: Needle) -> torch.Tensor:
@@ -106,7 +111,7 @@ def _read_needle(model: TracedModel, ids: list[int], see: Callable[[Layer], None
     return retrieval.counted(model.read(ids, see_both, retrieval.rows), ids)
 
 
-def _window(oracle: torch.Tensor, lookahead: _Scores, history: _Scores, n: int, size: ListSize) -> Window:
-    masses = [captured_mass(scores.by_length[n].float(), oracle, size) for scores in (lookahead, history)]
-    parts = (oracle, lookahead.grouped(n), history.grouped(n), *masses)
+def _window(attention: torch.Tensor, lookahead: _Scores, history: _Scores, n: int, size: ListSize) -> Window:
+    masses = [captured_mass(scores.by_length[n].float(), attention.sum(0), size) for scores in (lookahead, history)]
+    parts = (attention, lookahead.grouped(n), history.grouped(n), *masses)
     return Window(*(part.cpu() for part in parts))

@@ -70,7 +70,7 @@ class CpuAttnBackend(AttentionBackend):
         elif mode.is_decode():
             self.forward_metadata = self._decode_segments(forward_batch)
         elif mode.is_target_verify():
-            self.forward_metadata = self._verify_segments(forward_batch)
+            self.forward_metadata = self._verify_segments(forward_batch, self.committed_slots(forward_batch))
         elif mode.is_context_parallel_extend(include_draft_extend_v2=True):
             self.forward_metadata = self._extend_segments(forward_batch, self.committed_slots(forward_batch))
         else:
@@ -79,17 +79,6 @@ class CpuAttnBackend(AttentionBackend):
     def layer_segments(self, layer_id: int) -> list[Segment]:
         """What one layer attends to; a sparse backend overrides this."""
         return self.forward_metadata or []
-
-    def verify_slots(self, forward_batch: ForwardBatch) -> list[torch.Tensor]:
-        """Committed context that verification reads; a sparse backend overrides this.
-
-        Returns
-        -------
-        list of Tensor, int64 ``[kv_b]``
-            KV slots of each request in ascending position. The slots of the draft tokens follow them, and are not part
-            of the list.
-        """
-        return self.committed_slots(forward_batch)
 
     def committed_slots(self, forward_batch: ForwardBatch) -> list[torch.Tensor]:
         """KV slots of the first ``seq_len`` positions of each request, int64 ``[seq_len_b]``."""
@@ -175,11 +164,11 @@ class CpuAttnBackend(AttentionBackend):
             for own, length, stop in zip(slots, lengths, stops, strict=True)
         ]
 
-    def _verify_segments(self, forward_batch: ForwardBatch) -> list[Segment]:
+    def _verify_segments(self, forward_batch: ForwardBatch, contexts: list[torch.Tensor]) -> list[Segment]:
+        """Segments of a verification over these context slots, int64 ``[kv_b]`` a request; the draft's follow them."""
         spec_info = forward_batch.spec_info
         g = spec_info.draft_token_num
         drafts = forward_batch.out_cache_loc.long().view(-1, g)
-        contexts = self.verify_slots(forward_batch)
         slots = [torch.cat([context, own]) for context, own in zip(contexts, drafts, strict=True)]
         trees = tree_masks(spec_info.custom_mask, len(contexts), g, self.dtype)
         masks: Sequence[torch.Tensor | CausalMask]

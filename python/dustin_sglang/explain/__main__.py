@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from dustin_sglang.calibrate.mass import ListSize
 from dustin_sglang.calibrate.pair import add_device_options, load_pair
 from dustin_sglang.calibrate.trace import CalibrationError
 from dustin_sglang.config import DustinConfig
-from dustin_sglang.explain.checks import CHOOSING, DRAFT, MODEL, check_arguments, check_length
+from dustin_sglang.explain.checks import CHOOSING, DRAFT, MODEL, check_arguments, check_groups, check_length
 from dustin_sglang.profile import choose_profile
 from dustin_sglang.profile_file import ProfileError
+from dustin_sglang.selection.layer_groups import LayerGroups
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,6 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--window", type=int, default=default.window, metavar="N", help="last positions (default: %(default)s)")
     add("--policy", default=default.policy, help=f"one of {', '.join(CHOOSING)} (default: %(default)s)")
     add("--profile", default=default.profile, metavar="FILE", help="JSON file of the scoring heads, or auto (default)")
+    add("--layer-groups", type=int, default=1, metavar="G", help="groups of target layers with a list each (default: "
+        "%(default)s)")  # fmt: skip
+    add("--group", type=int, default=1, metavar="N", help="the group whose list is drawn, 1 for the shallowest "
+        "(default: %(default)s)")  # fmt: skip
     add("--new-tokens", type=int, default=32, metavar="N", help="tokens of the answer, to be reached (default: "
         "%(default)s)")  # fmt: skip
     add("--rows", type=int, default=4, metavar="N", help="rows of a verification (default: %(default)s)")
@@ -73,10 +79,14 @@ def _run(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     prompt = encode(tokenizer, text)
     capacity = len(prompt) + args.new_tokens + 2 * args.rows
+    check_groups(args, target.shape.layers)
     check_length(args, len(prompt), min(target.max_tokens, draft.max_tokens))
 
     size = ListSize(args.budget, args.sinks, args.window)
-    request = Request(target, draft, profile, args.policy, size, args.rows, capacity)
+    groups = LayerGroups(target.shape.layers, args.layer_groups)
+    layers = groups.ranges[args.group - 1]
+    profile = replace(profile, history=profile.group_history(groups)[args.group - 1])
+    request = Request(target, draft, profile, args.policy, size, args.rows, capacity, layers)
     print(f"reading {len(prompt)} tokens", flush=True)
     with tqdm(total=args.new_tokens, desc="new tokens") as bar:
         decoded = request.decode(prompt, args.new_tokens, tokenizer.eos_token_id, lambda done: bar.update(done - bar.n))
@@ -84,6 +94,8 @@ def _run(args: argparse.Namespace) -> None:
         "target": args.target.name, "draft": args.draft.name, "policy": args.policy, "profile": profile.name,
         "budget": f"{args.budget} positions", "prompt": f"{len(prompt)} tokens",
     }  # fmt: skip
+    if groups.count > 1:
+        facts["layers"] = f"{layers.start} to {layers.stop - 1}, group {args.group} of {groups.count}"
     verified = [pieces_behind(tokenizer, decoded.ids[: one.length], one.tokens) for one in decoded.rounds]
     subject = Subject(decoded, pieces(tokenizer, decoded.ids), verified, request.budget, facts)
     args.out.write_text(render(subject), encoding="utf-8")

@@ -21,7 +21,7 @@ class Forward:
         Layer to its post-RoPE queries ``[rows, heads, head_dim]``, for the watched layers.
     attention
         float32 ``[length before the forward]``: attention of the rows to the positions before them, summed over rows,
-        layers and heads. Empty after a prefill.
+        heads and the `attended` layers. Empty after a prefill.
     """
 
     logits: torch.Tensor
@@ -40,6 +40,8 @@ class CachedModel:
         Layers whose queries a forward returns.
     capacity
         Most tokens of the sequence.
+    attended
+        Layers whose attention a forward returns the sum of; None for all.
 
     Attributes
     ----------
@@ -51,8 +53,11 @@ class CachedModel:
         Factor of q.K; 0 before the prefill.
     """
 
-    def __init__(self, model: TracedModel, watched: tuple[int, ...], capacity: int) -> None:
+    def __init__(
+        self, model: TracedModel, watched: tuple[int, ...], capacity: int, attended: range | None = None
+    ) -> None:
         self._model, self._watched, self._capacity = model, frozenset(watched), capacity
+        self._attended = range(model.shape.layers) if attended is None else attended
         self.keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
         self.length, self.scale = 0, 0.0
@@ -86,7 +91,8 @@ class CachedModel:
             if layer.index in self._watched:
                 queries[layer.index] = layer.q.transpose(0, 1).clone()
             weights = attention_weights(layer.q, keys[:end].transpose(0, 1), layer.scale, own_rows=True)
-            attention.add_(weights[:, :, :start].sum((0, 1)))
+            if layer.index in self._attended:
+                attention.add_(weights[:, :, :start].sum((0, 1)))
             grouped = weights.to(values.dtype).unflatten(0, (values.shape[1], -1))
             return (grouped @ values[:end].transpose(0, 1).unsqueeze(1)).flatten(0, 1)
 

@@ -12,7 +12,8 @@ from dustin_sglang.calibrate.trace import CalibrationError
 from dustin_sglang.selection.policies import POLICIES
 
 MODEL, DRAFT = Path(".models/smollm2"), Path(".models/smollm2-draft26")  # the demo's
-CHOOSING = sorted(name for name, policy in POLICIES.items() if not policy.dense)
+# What makes one list: hybrid-depth's are those of lookahead and of history.
+CHOOSING = sorted(name for name, policy in POLICIES.items() if not policy.dense and policy.why_not_groups(1) is None)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -41,6 +42,21 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise CalibrationError(f"--prompt {args.prompt} is not a file; give a text file, or - for standard input")
     if not args.out.parent.is_dir() or args.out.is_dir():
         raise CalibrationError(f"--out {args.out}: give the name of a file in a folder that exists")
+
+
+def check_groups(args: argparse.Namespace, layers: int) -> None:
+    """Check the groups of a target of so many layers.
+
+    Raises
+    ------
+    CalibrationError
+        There are too many, the policy cannot have them, or the one to draw is not among them.
+    """
+    count = args.layer_groups
+    require("--layer-groups", count, 1 <= count <= layers, f"from 1 to {layers}, the target's layers")
+    if obstacle := POLICIES[args.policy].why_not_groups(count):
+        raise CalibrationError(f"--layer-groups is {count} with --policy {args.policy}: {obstacle}")
+    require("--group", args.group, 1 <= args.group <= count, f"from 1 to --layer-groups, {count}")
 
 
 def check_length(args: argparse.Namespace, prompt: int, most: int) -> None:

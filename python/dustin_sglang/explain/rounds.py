@@ -81,6 +81,8 @@ class Request:
         g, rows of a verification, at least 3.
     capacity
         Most tokens, those under verification included.
+    layers
+        Target layers that read the list, by whose attention it is judged; None for all.
     """
 
     def __init__(
@@ -92,11 +94,12 @@ class Request:
         size: ListSize,
         rows: int,
         capacity: int,
+        layers: range | None = None,
     ) -> None:
         self._size, self._rows = size, rows
         self._policy = POLICIES[policy]()
         self.budget = self._policy.budget(size.budget, size.sinks, size.window, profile.lookahead_share)
-        self._target = _Side(target, profile.history, capacity, shift=0)
+        self._target = _Side(target, profile.history, capacity, shift=0, attended=layers)
         self._draft = _Side(draft, profile.lookahead, capacity, shift=1, steps=rows - 2)
 
     def decode(self, prompt: list[int], new_tokens: int, end: int | None, progress: Callable[[int], None]) -> Decoded:
@@ -139,7 +142,8 @@ class Request:
         context = Context(slots.int().unsqueeze(0), zero, zero + n, n)
         selector = Selector(self._policy, self.budget, self._draft.signal, self._target.signal, self._target.pages)
         lookahead, history = selector.scores(context)
-        positions = self._policy.select(self.budget, lookahead, history, context)[0]
+        back = None if history is None else history[0]
+        positions = self._policy.select(self.budget, lookahead, back, context)[0]
 
         seen = self._target.cache.extend(drafted)
         best = seen.logits.argmax(-1).tolist()
@@ -147,7 +151,7 @@ class Request:
         accepted = right.index(False) if False in right else len(right)
         self._target.keep(seen, accepted)
         self._target.cache.length = n + 1 + accepted
-        ahead, behind = (None if scores is None else scores[0] for scores in (lookahead, history))
+        ahead, behind = (None if scores is None else scores[0] for scores in (lookahead, back))
         marks = sources(self.budget, positions, ahead, behind, n)
         mass = listed_mass(positions, seen.attention, self._size)
         return Round(n, [*drafted, best[accepted]], accepted, marks, ahead, behind, mass)
@@ -156,9 +160,18 @@ class Request:
 class _Side:
     """One model of the pair: its cache, the queries that outlive a forward, and its signal."""
 
-    def __init__(self, model: TracedModel, heads: Heads, capacity: int, *, shift: int, steps: int = 0) -> None:
+    def __init__(
+        self,
+        model: TracedModel,
+        heads: Heads,
+        capacity: int,
+        *,
+        shift: int,
+        steps: int = 0,
+        attended: range | None = None,
+    ) -> None:
         self._heads, self._shape, self._shift, self._steps = heads, model.shape, shift, steps
-        self.cache = CachedModel(model, heads.layers, capacity)
+        self.cache = CachedModel(model, heads.layers, capacity, attended)
 
     def prefill(self, ids: list[int]) -> int:
         """Read the prompt and keep its last query; return the best next token."""

@@ -27,3 +27,10 @@ class Context:
     req_pool_indices: torch.Tensor
     seq_lens: torch.Tensor
     max_len: int
+
+    def repeated(self, count: int) -> Context:
+        """The batch `count` times over, one after the other; itself for 1."""
+        if count == 1:
+            return self
+        rows, lengths = self.req_pool_indices.repeat(count), self.seq_lens.repeat(count)
+        return Context(self.req_to_token, rows, lengths, self.max_len)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Heads:
     def layer_index(self) -> tuple[int, ...]:
         """For each place, the index of its layer in `layers`."""
         return tuple(i for i, (_, heads) in enumerate(self.by_layer) for _ in heads)
+
+    def places(self, parts: Sequence[Heads]) -> tuple[slice, ...]:
+        """Places of consecutive parts, which together are these heads."""
+        ends = list(accumulate((part.count for part in parts), initial=0))
+        return tuple(slice(start, end) for start, end in zip(ends, ends[1:]))
 
     def kv_heads(self, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
         """For each place, the KV head that its query head reads (grouped-query attention)."""

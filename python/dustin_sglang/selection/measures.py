@@ -12,13 +12,14 @@ from dustin_sglang.selection.policies import Budget
 
 @dataclass(frozen=True)
 class Measures:
-    """Shares from 0 to 1, float32 ``[batch]``; None where the policy does not use the signals.
+    """Shares from 0 to 1, float32 ``[batch]``, means over groups; None where the policy does not use the signals.
 
     Attributes
     ----------
     lookahead, history
         Share of the signal's softmax mass, over the whole context, that lies on listed positions: of the scoring heads'
-        attention, not of the model's.
+        attention, not of the model's. Each group's list counts, for history beside the group's own signal and only if
+        the policy scores it.
     overlap
         Share that the two signals' best positions have in common, each choosing lookahead's part of the budget alone.
     """
@@ -39,12 +40,27 @@ def measure(
     history: torch.Tensor | None,
     seq_lens: torch.Tensor,
 ) -> Measures:
-    """Measure the lists `positions` int32 ``[batch, k]`` against the scores float32 ``[batch, max_len]``."""
-    return Measures(
-        lookahead=None if lookahead is None else captured_mass(lookahead, positions),
-        history=None if history is None else captured_mass(history, positions),
-        overlap=None if lookahead is None or history is None else overlap(budget, lookahead, history, seq_lens),
-    )
+    """Measure the lists of a batch against the scores that made them.
+
+    Parameters
+    ----------
+    positions
+        int32 ``[groups, batch, k]``.
+    lookahead
+        float32 ``[batch, max_len]``.
+    history
+        float32 ``[scored, batch, max_len]``, of the `scored` deepest groups.
+    """
+    ahead, back, both = [], [], []
+    if lookahead is not None:
+        ahead = [captured_mass(lookahead, listed) for listed in positions]
+    if history is not None:
+        back = [
+            captured_mass(scores, listed) for scores, listed in zip(history, positions[-len(history) :], strict=True)
+        ]
+    if lookahead is not None and history is not None:
+        both = [overlap(budget, lookahead, scores, seq_lens) for scores in history]
+    return Measures(*(torch.stack(shares).mean(0) if shares else None for shares in (ahead, back, both)))
 
 
 def captured_mass(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -19,20 +19,18 @@ class PageBounds(Signal):
     as `Signal` does: it compares choices, not speed.
     """
 
-    def score(self, context: Context, *, drafted: bool = True) -> torch.Tensor:
-        batch, pages = context.seq_lens.shape[0], -(-context.max_len // PAGE)
-        scores = torch.zeros(batch, pages, dtype=torch.float32, device=context.seq_lens.device)
-        if self._store.heads.count:
-            queries = self._store.queries(context.req_pool_indices).float()
-            for b in range(batch):  # one at a time: the keys of a batch are large
-                scores[b] = self._page_scores(queries[b], context, b, pages)
-        if self._reduce is not None:
-            scores = self._reduce(scores)
-        by_position = scores.repeat_interleave(PAGE, dim=1, output_size=pages * PAGE)[:, : context.max_len]
-        inside = torch.arange(context.max_len, device=scores.device) < context.seq_lens.unsqueeze(1)
-        return by_position * inside
+    def _score_part(self, queries: torch.Tensor, part: slice, context: Context, out: torch.Tensor) -> None:
+        pages = -(-context.max_len // PAGE)
+        heads = list(zip(self._store.heads.layer_index[part], self._kv_heads[part], strict=True))
+        inside = torch.arange(context.max_len, device=out.device) < context.seq_lens.unsqueeze(1)
+        for b, own in enumerate(queries.float()):  # one at a time: the keys of a batch are large
+            by_page = self._page_scores(own, heads, context, b, pages)
+            by_position = by_page.repeat_interleave(PAGE, dim=0, output_size=pages * PAGE)[: context.max_len]
+            out[b] = by_position * inside[b]
 
-    def _page_scores(self, queries: torch.Tensor, context: Context, b: int, pages: int) -> torch.Tensor:
+    def _page_scores(
+        self, queries: torch.Tensor, heads: list[tuple[int, int]], context: Context, b: int, pages: int
+    ) -> torch.Tensor:
         """Float32 ``[pages]`` of request `b` from its queries ``[rows, heads, head_dim]``; 0 beyond its length."""
         inside = torch.arange(pages * PAGE, device=queries.device) < context.seq_lens[b]
         width = context.req_to_token.shape[1]
@@ -41,7 +39,7 @@ class PageBounds(Signal):
         slots = torch.where(inside, slots, 0)
         total = torch.zeros(pages, dtype=torch.float32, device=queries.device)
         paged = inside.view(pages, PAGE)
-        for head, (layer, kv_head) in enumerate(zip(self._store.heads.layer_index, self._kv_heads, strict=True)):
+        for head, (layer, kv_head) in enumerate(heads):
             keys = self._keys[layer][slots, kv_head].float().view(pages, PAGE, -1)
             low = keys.masked_fill(~paged.unsqueeze(2), float("inf")).amin(1)
             high = keys.masked_fill(~paged.unsqueeze(2), float("-inf")).amax(1)

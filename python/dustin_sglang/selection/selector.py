@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dustin_sglang.selection.adaptive import keep_mass
 from dustin_sglang.selection.context import Context
 from dustin_sglang.selection.measures import Measures, measure
 from dustin_sglang.selection.policies import Budget, Policy
@@ -19,9 +20,13 @@ class Selection:
     Attributes
     ----------
     positions
-        int32 ``[batch, budget]``, ascending, -1 beyond a request's count; None lists every position.
+        int32 ``[groups, batch, budget]``, ascending, -1 beyond a request's count, which is the same in all groups of
+        layers; None lists every position.
     counts
         Listed positions a request, known to the host; more than `positions` is wide where the whole context is read.
+        Where lists end by mass, the most that there can be.
+    kept
+        Listed positions a request where lists end by mass, int64 ``[batch]`` on the device; None: `counts`.
     sparse
         Whether each request's list leaves something out.
     measures
@@ -32,6 +37,7 @@ class Selection:
     counts: list[int]
     sparse: list[bool]
     measures: Measures | None = None
+    kept: torch.Tensor | None = None
 
     def whole(self, rows: list[int], seq_lens: list[int]) -> Selection:
         """The same, but that the requests `rows` of the batch are read whole; `seq_lens` are its committed lengths."""
@@ -49,13 +55,23 @@ class Selector:
     policy, budget
         What to choose and how many.
     lookahead, history
-        The two signals.
+        The two signals; history has a part for each group of layers that the policy scores it for.
     pages
         History by page bounds, for the policies that are `Policy.paged`.
+    mass
+        Share of the estimated mass with which a list ends; 1 for lists of the whole budget.
     """
 
-    def __init__(self, policy: Policy, budget: Budget, lookahead: Signal, history: Signal, pages: Signal) -> None:
-        self.policy, self.budget = policy, budget
+    def __init__(
+        self,
+        policy: Policy,
+        budget: Budget,
+        lookahead: Signal,
+        history: Signal,
+        pages: Signal,
+        mass: float = 1.0,
+    ) -> None:
+        self.policy, self.budget, self.mass = policy, budget, mass
         self._lookahead, self._history, self._pages = lookahead, history, pages
 
     def is_sparse(self, seq_len: int) -> bool:
@@ -83,18 +99,23 @@ class Selector:
         if not any(sparse):
             return Selection(None, list(seq_lens), sparse)
         lookahead, history = self.scores(context, drafted=drafted)
-        positions = self.policy.select(self.budget, lookahead, history, context)
-        counts = [min(n, self.budget.total) for n in seq_lens]
-        if not measured:
-            return Selection(positions, counts, sparse)
-        measures = measure(self.budget, positions, lookahead, history, context.seq_lens)
-        return Selection(positions, counts, sparse, measures)
+        positions = self.policy.select_groups(self.budget, lookahead, history, context)
+        counts, kept = [min(n, self.budget.total) for n in seq_lens], None
+        if self.mass < 1:
+            positions, kept = keep_mass(self.budget, self.mass, positions, lookahead, history, context.seq_lens)
+        measures = None
+        if measured:
+            measures = measure(self.budget, positions, lookahead, history, context.seq_lens)
+        return Selection(positions, counts, sparse, measures, kept)
 
     def scores(self, context: Context, *, drafted: bool = True) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Lookahead and history float32 ``[batch, context.max_len]``; None where the policy does not use the signal."""
+        """Lookahead float32 ``[batch, context.max_len]`` and history ``[groups, batch, context.max_len]``.
+
+        None where the policy does not use the signal.
+        """
         policy = self.policy
         back = self._pages if policy.paged else self._history
         return (
-            self._lookahead.score(context, drafted=drafted) if policy.uses_lookahead else None,
+            self._lookahead.score(context, drafted=drafted)[0] if policy.uses_lookahead else None,
             back.score(context) if policy.uses_history else None,
         )

@@ -28,6 +28,9 @@ class Signal:
         1 where slot j holds token j + 1, as SGLang's draft prefill and draft extend leave the draft's KV.
     reduce
         Sums a tensor over tensor-parallel ranks and returns it; None on one rank.
+    parts
+        For each group of layers that has a score of its own, its heads' places in the store; empty where a rank holds
+        none of them. None: one score of all heads.
     """
 
     def __init__(
@@ -39,9 +42,11 @@ class Signal:
         *,
         shift: int,
         reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        parts: Sequence[slice] | None = None,
     ) -> None:
         self._store, self._keys, self._kv_heads = store, keys, kv_heads
         self._sm_scale, self._shift, self._reduce = sm_scale, shift, reduce
+        self._parts = [slice(0, store.heads.count)] if parts is None else list(parts)
 
     def score(self, context: Context, *, drafted: bool = True) -> torch.Tensor:
         """Softmax attention of the stored queries over the context, summed over rows and heads.
@@ -56,22 +61,30 @@ class Signal:
         Returns
         -------
         torch.Tensor
-            float32 ``[batch, context.max_len]``; 0 beyond a request's length.
+            float32 ``[parts, batch, context.max_len]``; 0 beyond a request's length.
         """
-        if self._store.heads.count:
-            scores = score_positions(
-                self._store.queries(context.req_pool_indices, drafted=drafted),
-                self._keys,
-                self._store.heads.layer_index,
-                self._kv_heads,
-                context.req_to_token,
-                context.req_pool_indices,
-                context.seq_lens,
-                self._sm_scale,
-                max_len=context.max_len,
-                shift=self._shift,
-            )
-        else:
-            shape = (context.seq_lens.shape[0], context.max_len)
-            scores = torch.zeros(shape, dtype=torch.float32, device=context.seq_lens.device)
+        shape = (len(self._parts), context.seq_lens.shape[0], context.max_len)
+        scores = torch.empty(shape, dtype=torch.float32, device=context.seq_lens.device)
+        queries = self._store.queries(context.req_pool_indices, drafted=drafted)
+        for part, out in zip(self._parts, scores, strict=True):
+            if part.start == part.stop:
+                out.zero_()
+            else:
+                self._score_part(queries[:, :, part], part, context, out)
         return scores if self._reduce is None else self._reduce(scores)
+
+    def _score_part(self, queries: torch.Tensor, part: slice, context: Context, out: torch.Tensor) -> None:
+        """Score by the heads of one part into `out` ``[batch, context.max_len]``."""
+        score_positions(
+            queries,
+            self._keys,
+            self._store.heads.layer_index[part],
+            self._kv_heads[part],
+            context.req_to_token,
+            context.req_pool_indices,
+            context.seq_lens,
+            self._sm_scale,
+            max_len=context.max_len,
+            shift=self._shift,
+            out=out,
+        )

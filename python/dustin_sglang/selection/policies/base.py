@@ -1,4 +1,4 @@
-"""What a selection policy is: it turns scores into one ascending list of positions a request."""
+"""What a selection policy is: it turns scores into ascending lists of positions, one a request and group of layers."""
 
 from __future__ import annotations
 
@@ -65,6 +65,17 @@ class Policy:
     paged: ClassVar[bool] = False
     dense: ClassVar[bool] = False
 
+    @classmethod
+    def why_not_groups(cls, count: int) -> str | None:
+        """What speaks against `count` groups of layers with lists of their own, and what to do instead; or None."""
+        if count > 1 and not cls.uses_history:
+            return "lists of groups differ by history, which this policy does not score; use 1"
+        return None
+
+    def history_groups(self, count: int) -> int:
+        """How many of `count` groups have history scored: the deepest ones."""
+        return count
+
     def budget(self, total: int, sinks: int, window: int, lookahead_share: float) -> Budget:
         """Divide `total` positions; `lookahead_share` is the share of the unprotected ones."""
         return Budget(total, sinks, window, 0)
@@ -72,10 +83,33 @@ class Policy:
     def prefilled(self, slots: torch.Tensor) -> None:
         """Forget the requests at the slots int64 ``[batch]``: they were prefilled, or a part of them was."""
 
+    def select_groups(
+        self, budget: Budget, lookahead: torch.Tensor | None, history: torch.Tensor | None, context: Context
+    ) -> torch.Tensor:
+        """List the positions of every group of layers; all of them are chosen in one launch.
+
+        Parameters
+        ----------
+        lookahead
+            float32 ``[batch, context.max_len]``, which all groups share; None when the policy does not use it.
+        history
+            float32 ``[groups, batch, context.max_len]``, of those groups that `history_groups` asks for, or None.
+
+        Returns
+        -------
+        torch.Tensor
+            int32 ``[groups, batch, budget.total]``, as `select` lists each.
+        """
+        groups = 1 if history is None else history.shape[0]
+        if lookahead is not None and groups > 1:
+            lookahead = lookahead.repeat(groups, 1)
+        flat = None if history is None else history.flatten(0, 1)
+        return self.select(budget, lookahead, flat, context.repeated(groups)).unflatten(0, (groups, -1))
+
     def select(
         self, budget: Budget, lookahead: torch.Tensor | None, history: torch.Tensor | None, context: Context
     ) -> torch.Tensor:
-        """List the positions that verification reads.
+        """List the positions that layers with one list read.
 
         Parameters
         ----------

@@ -1,0 +1,96 @@
+"""Groups of layers: how layers fall into them, and that each group's list is made by its own history."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dustin_sglang.config import ConfigError, DustinConfig
+from dustin_sglang.selection.context import Context
+from dustin_sglang.selection.heads import Heads
+from dustin_sglang.selection.layer_groups import LayerGroups
+from dustin_sglang.selection.policies import POLICIES
+from dustin_sglang.selection.selector import Selector
+from dustin_sglang.selection.signals import Signal
+from dustin_sglang.selection.state import QueryStore
+
+
+def test_groups_are_contiguous_and_differ_by_one_layer_at_most() -> None:
+    for layers in (1, 4, 7, 30, 80):
+        for count in range(1, min(layers, 9) + 1):
+            groups = LayerGroups(layers, count)
+            assert [layer for group in groups.ranges for layer in group] == list(range(layers))
+            sizes = {len(group) for group in groups.ranges}
+            assert max(sizes) - min(sizes) <= 1 and min(sizes) > 0
+            assert all(layer in groups.ranges[groups.of(layer)] for layer in range(layers))
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_there_are_no_more_groups_than_layers(count: int) -> None:
+    with pytest.raises(ValueError, match=f"4 layers cannot fall into {count} groups"):
+        LayerGroups(4, count)
+
+
+def test_heads_are_split_by_the_group_of_their_layer() -> None:
+    heads = Heads(((1, (0, 2)), (4, (1,)), (5, (3,))))
+    parts = LayerGroups(6, 3).split(heads)
+    assert [part.by_layer for part in parts] == [((1, (0, 2)),), (), ((4, (1,)), (5, (3,)))]
+    assert heads.places(parts) == (slice(0, 2), slice(2, 2), slice(2, 4))
+
+
+@pytest.mark.parametrize("policy", ["lookahead", "streaming", "random", "dense", "snapkv"])
+def test_a_policy_whose_lists_would_not_differ_refuses_groups(policy: str) -> None:
+    assert DustinConfig(policy=policy, layer_groups=1).layer_groups == 1
+    with pytest.raises(ConfigError, match=f"--dustin-layer-groups .* is 2 with --dustin-policy {policy}: .*use 1"):
+        DustinConfig(policy=policy, layer_groups=2)
+
+
+DIM, LENGTHS = 16, [40, 25]
+# By layer, the one position of each request that its query looks at.
+LIKES = {1: (7, 9), 3: (20, 3), 5: (30, 11)}
+
+
+def store_of(heads: Heads, batch: int = len(LENGTHS)) -> QueryStore:
+    store = QueryStore(heads, 2, DIM, num_slots=4, max_batch=4, pending_rows=1, dtype=torch.float32, device="cpu")
+    store.kept[:batch] = 1.0
+    return store
+
+
+def keys_of(likes: tuple[int, int]) -> torch.Tensor:
+    """K pool whose slot is 100 a request plus the position."""
+    pool = torch.zeros(200, 1, DIM)
+    for request, position in enumerate(likes):
+        pool[100 * request + position] = 1.0
+    return pool
+
+
+def batch() -> Context:
+    table = torch.arange(200, dtype=torch.int32).view(2, 100)
+    return Context(table, torch.tensor([0, 1]), torch.tensor(LENGTHS), max(LENGTHS))
+
+
+@pytest.mark.parametrize("policy", ["history", "hybrid", "hybrid-sum"])
+def test_each_group_lists_what_its_own_layer_looks_at(policy: str) -> None:
+    parts = [Heads(((layer, (0, 1)),)) for layer in LIKES]
+    heads = Heads(tuple(one for part in parts for one in part.by_layer))
+    store = store_of(heads)
+    pools = [keys_of(likes) for likes in LIKES.values()]
+    history = Signal(store, pools, (0,) * heads.count, 1.0, shift=0, parts=heads.places(parts))
+    ahead = Heads(((0, (0, 1)),))
+    lookahead = Signal(store_of(ahead), [keys_of((15, 16))], (0, 0), 1.0, shift=0)
+    one = POLICIES[policy]()
+    selector = Selector(one, one.budget(6, 1, 2, 0.5), lookahead, history, pages=history)
+    selection = selector.select(batch(), LENGTHS)
+    assert selection.positions is not None and selection.positions.shape == (3, 2, 6)
+    assert selection.counts == [6, 6]
+    for listed, likes in zip(selection.positions.tolist(), LIKES.values(), strict=True):
+        for row, liked, length, ahead_liked in zip(listed, likes, LENGTHS, (15, 16), strict=True):
+            assert {0, length - 2, length - 1, liked} <= set(row)
+            assert (ahead_liked in row) == (policy != "history")
+
+
+def test_a_rank_without_heads_of_a_group_adds_nothing_to_its_score() -> None:
+    heads = Heads(((1, (0,)),))
+    signal = Signal(store_of(heads), [keys_of(LIKES[1])], (0,), 1.0, shift=0, parts=(slice(0, 0), slice(0, 1)))
+    first, second = signal.score(batch())
+    assert not first.any() and second.sum(1).tolist() == pytest.approx([1.0, 1.0])
