@@ -63,6 +63,20 @@ def launch(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "sglang.launch_server", *options, *extra]
 
 
+def make_load(args: argparse.Namespace) -> Load:
+    """Return the load that the command line asks for."""
+    return Load(
+        budget=args.budget,
+        context=args.context,
+        slots=args.max_total_tokens,
+        running=args.max_running,
+        clients=args.clients,
+        burst=args.burst,
+        tie=TIE if torch.cuda.is_available() else 0.0,
+        seed=args.seed,
+    )
+
+
 def real_material(model: str) -> Material:
     """Return requests about the demo's chapter, for a model of natural language."""
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -201,14 +215,7 @@ def main() -> int:
     started = time.monotonic()
     args, extra = parse()
     os.environ |= STRICT
-    load = Load(
-        budget=args.budget,
-        context=args.context,
-        clients=args.clients,
-        burst=args.burst,
-        tie=TIE if torch.cuda.is_available() else 0.0,
-        seed=args.seed,
-    )
+    load = make_load(args)
     settings: dict[str, Any] = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
     results = Results(args.json, ("pair",), settings | {"server": extra}, describe_run())
     pair = f"{Path(args.model).name} + {Path(args.draft).name}"

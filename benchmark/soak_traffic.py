@@ -57,6 +57,8 @@ class Load:
     ----------
     budget, context
         Positions that a verification reads, and tokens of the longest request with its answer.
+    slots, running
+        Tokens that the KV pool holds, and requests that the server runs at once.
     clients
         Requests at once, without bursts.
     burst, burst_seconds
@@ -69,6 +71,8 @@ class Load:
 
     budget: int
     context: int
+    slots: int
+    running: int
     clients: int = 4
     burst: int = 16
     burst_seconds: float = 20.0
@@ -156,11 +160,13 @@ class Traffic:
             self._one(draw.choice(kinds), draw)
 
     def _bursts(self, draw: random.Random) -> None:
-        """More requests at once than the server has room for; their answers are long, so that some are retracted."""
+        """More requests at once than the server has room for."""
         with ThreadPoolExecutor(self.load.burst) as pool:
             for _ in self._until_the_end():
                 until = time.monotonic() + self.load.burst_seconds
-                kinds = [draw.choice([self._exact, self._sparse]) for _ in range(self.load.burst)]
+                kinds = [self._exact, draw.choice([self._growing, self._growing, self._sparse])] * (
+                    self.load.burst // 2
+                )
                 list(pool.map(lambda kind: self._one(kind, draw), kinds))
                 while time.monotonic() < min(until, self._end) and not self.errors:
                     time.sleep(0.2)
@@ -206,6 +212,15 @@ class Traffic:
         answer = self._answer("sparse", self._long(draw, new_tokens), new_tokens, draw.choice(self.material.options))
         if answer and not 1 <= len(answer["output_ids"]) <= new_tokens:
             self._wrong(f"{len(answer['output_ids'])} tokens, not {new_tokens}")
+
+    def _growing(self, draw: random.Random) -> None:
+        """One of many that fit in the pool together when they start and no longer when they end."""
+        share = self.load.slots // self.load.running
+        new_tokens = min(share // 2, 1000)
+        prompt = self.material.prompt(draw.randrange(len(self.material.tokens)), share - new_tokens // 2)
+        answer = self._answer("growing", prompt, new_tokens, {"ignore_eos": True})
+        if answer and len(answer["output_ids"]) != new_tokens:
+            self._wrong(f"growing: {len(answer['output_ids'])} tokens, not {new_tokens}")
 
     def _forced(self, draw: random.Random) -> None:
         """A long request whose every token logit_bias decides."""

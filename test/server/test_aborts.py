@@ -57,7 +57,7 @@ def test_in_the_first_moments_of_a_long_prompt(server: Server) -> None:
 
 @pytest.mark.usefixtures("baseline")
 def test_while_it_waits_for_room(server: Server) -> None:
-    running = [Asked(server, f"running {i}", words(2500, first=i), 400) for i in range(4)]
+    running = [Asked(server, f"running {i}", words(2500, first=i), 1500) for i in range(4)]
     time.sleep(0.5)
     waiting = Asked(server, "waiting", words(2500, first=9), 400)  # the pool holds three of them
     time.sleep(0.5)

@@ -8,15 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 import requests
-from conftest import server_arguments
-from serving import serve
+from serving import serve, small_budget
 from words import words
 
 
 @pytest.mark.slow
 def test_a_killed_scheduler_is_a_loud_end_and_the_next_start_is_clean(tiny: dict[str, str]) -> None:
     prompt = words(600)
-    with serve(*server_arguments(tiny)) as server:
+    with serve(*small_budget(tiny)) as server:
         answer = server.generate(prompt, 20)["output_ids"]
         scheduler = next(p for p in psutil.Process(server.pid).children(recursive=True) if "scheduler" in p.name())
         with ThreadPoolExecutor(1) as pool:
@@ -28,5 +27,5 @@ def test_a_killed_scheduler_is_a_loud_end_and_the_next_start_is_clean(tiny: dict
         status = psutil.Process(server.pid).wait(60)
         assert status not in (None, 0), "the launcher ends, and not as if all were well"
         assert f"scheduler_0 (pid={scheduler.pid}) crashed with exit code -9" in server.log.read_text()
-    with serve(*server_arguments(tiny)) as server:
+    with serve(*small_budget(tiny)) as server:
         assert server.generate(prompt, 20)["output_ids"] == answer

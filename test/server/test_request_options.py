@@ -7,7 +7,7 @@ import re
 
 import pytest
 import requests
-from serving import Server
+from serving import TOLERANCE, Server
 from words import words
 
 SHORT, LONG = words(20), words(150)  # within the budget of both servers, and beyond it
@@ -217,13 +217,13 @@ def test_logprobs_are_those_of_the_distribution_that_was_verified(either: Server
         given = [value for value, _, _ in meta["output_token_logprobs"]]
         assert [row[0][0] for row in meta["output_top_logprobs"]] == given, "greedy takes the best"
         expected = reread(either, answer, prompt)
-        assert given[0] == pytest.approx(expected[0], abs=1e-3)
-        assert (given == pytest.approx(expected, abs=1e-3)) is dense
+        assert given[0] == pytest.approx(expected[0], abs=TOLERANCE)
+        assert (given == pytest.approx(expected, abs=TOLERANCE)) is dense
 
 
 def test_logprobs_see_penalties_and_bias(either: Server) -> None:
     answer = either.ask(8, {"logit_bias": {"77": 100}}, text=LONG, return_logprob=True)
-    assert all(value > -1e-3 for value, _, _ in answer["meta_info"]["output_token_logprobs"][1:])
+    assert all(value > -TOLERANCE for value, _, _ in answer["meta_info"]["output_token_logprobs"][1:])
 
 
 def test_several_answers_to_one_prompt(either: Server) -> None:
@@ -258,7 +258,7 @@ def test_hidden_states_with_a_head_are_those_of_a_prefill(head_server: Server) -
     expected = head_server.ask(1, {}, input_ids=whole, **fields)["meta_info"]["hidden_states"][0][20:]
     assert len(generated) >= 11  # a run may be accepted past the last token asked for; the last token has no row
     for row, right in zip(generated[:11], expected, strict=False):
-        assert row == pytest.approx(right, abs=1e-3)
+        assert row == pytest.approx(right, abs=TOLERANCE)
 
 
 def test_hidden_states_with_a_whole_model_draft_are_a_400(server: Server) -> None:

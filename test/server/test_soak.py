@@ -10,7 +10,7 @@ import pytest
 import soak
 from launch import TARGET, tokens
 from results import Results, describe_run
-from soak_traffic import Load, Material, Traffic
+from soak_traffic import Material, Traffic
 
 from dustin_sglang.demo.server import Server
 
@@ -63,12 +63,11 @@ def test_ten_minutes_without_a_leak_a_wrong_answer_or_a_slowdown(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # barriers cost tiny models most
     models = ["--model", tiny["target"], "--draft", tiny[name.split()[0]]]
     # A pool of about four requests and a chunk of a prompt at a time.
-    sizes = ["--budget", "512", "--context", "1400", "--max-total-tokens", "4096", "--chunk", "256"]
-    args, extra = soak.parse([*models, *sizes, "--max-running", "4", "--mem-fraction", "0.3", *LAUNCHES[name]])
-    load = Load(budget=args.budget, context=args.context, burst=10)
+    sizes = ["--budget", "512", "--context", "1000", "--chunk", "256", "--max-running", "4", "--mem-fraction", "0.3"]
+    args, extra = soak.parse([*models, *sizes, "--clients", "4", "--burst", "10", *LAUNCHES[name]])
     with Server(soak.launch(args, extra), "soak") as server:
         row = dict(pair=f"tiny, {name}") | soak.soak(
-            server, Traffic(server.url, MATERIAL, load), time.monotonic() + SECONDS * share
+            server, Traffic(server.url, MATERIAL, soak.make_load(args)), time.monotonic() + SECONDS * share
         )
     print(f"\n{row}")
     if JSON:
