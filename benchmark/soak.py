@@ -26,10 +26,10 @@ import requests
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from results import Results, Row, describe_run
-from soak_traffic import Load, Material, Traffic
-from transformers import AutoConfig, AutoTokenizer
+from soak_material import real_material
+from soak_traffic import Load, Traffic
+from transformers import AutoConfig
 
-from dustin_sglang.demo.case import load_case
 from dustin_sglang.demo.server import Server, ServerError
 
 # SGLang counts its pools after every batch, not only when it is idle, and stops at the first difference.
@@ -77,35 +77,9 @@ def make_load(args: argparse.Namespace) -> Load:
     )
 
 
-def real_material(model: str) -> Material:
-    """Return requests about the demo's chapter, for a model of natural language."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    ends = AutoConfig.from_pretrained(model).eos_token_id
-    ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}
-    schema = '{"type": "object", "properties": {"name": {"enum": ["Anne", "Jane"]}}, "required": ["name"]}'
-    return Material(
-        tokens=tokenizer.encode(load_case().document),
-        ends=frozenset(ends),
-        forced=tokenizer.encode(" the")[-1],
-        grammars=[
-            ({"regex": "[0-9]{3}-[a-f]{5}"}, "[0-9]{3}-[a-f]{5}"),
-            ({"ebnf": 'root ::= ("yes" | "no") "." [a-c]'}, r"(yes|no)\.[a-c]"),
-            ({"json_schema": schema}, r'\{"name":"(Anne|Jane)"\}'),
-        ],
-        options=[
-            {"temperature": 1, "top_p": 0.9},
-            {"temperature": 0.7, "top_k": 20},
-            {"frequency_penalty": 1},
-            {"repetition_penalty": 1.2, "temperature": 1},
-            {"stop": ["the", "."]},
-            {"min_new_tokens": 8},
-            {"ignore_eos": True},
-        ],
-    )
-
-
 def soak(server: Server, traffic: Traffic, end: float) -> Row:
     """Send `traffic` until `end`, on the clock of `time.monotonic`; return a row of what came of it."""
+    traffic.warm_up()
     traffic.take_references()
     _held(server.url)  # every kernel has run and every cache is there
     memory, start = _memory(), time.monotonic()
@@ -217,7 +191,6 @@ def main() -> int:
     os.environ |= STRICT
     load = make_load(args)
     settings: dict[str, Any] = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
-    results = Results(args.json, ("pair",), settings | {"server": extra}, describe_run())
     pair = f"{Path(args.model).name} + {Path(args.draft).name}"
     try:
         with Server(launch(args, extra), "soak") as server:
@@ -227,7 +200,8 @@ def main() -> int:
     except ServerError as error:
         print(error, file=sys.stderr)
         return 1
-    results.add(row)
+    # The file is read only now: several soaks may share it, and a GPU.
+    Results(args.json, ("pair",), settings | {"server": extra}, describe_run()).add(row)
     print(row)
     for fault in (found := faults(row)):
         print(f"FAULT {fault}")

@@ -13,40 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import requests
+from soak_material import Material, Sampling
 
 NEW_TOKENS = 40  # of a reference
 ANSWER_SECONDS = 300.0  # the longest wait for an answer; a first sampled request may compile a kernel
 Answer = dict[str, Any]
-Sampling = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Material:
-    """What requests are made of.
-
-    Attributes
-    ----------
-    tokens
-        Prompts are cut from these, read in a circle.
-    ends
-        Tokens that end an answer.
-    forced
-        A token for logit_bias to force.
-    grammars
-        Sampling parameters of a grammar, and the regular expression that answers match, white space left out.
-    options
-        Sampling parameters of which only the answer's length is known.
-    """
-
-    tokens: list[int]
-    ends: frozenset[int]
-    forced: int
-    grammars: list[tuple[Sampling, str]]
-    options: list[Sampling]
-
-    def prompt(self, start: int, length: int) -> list[int]:
-        """`length` tokens from position `start`."""
-        return [self.tokens[(start + i) % len(self.tokens)] for i in range(length)]
 
 
 @dataclass(frozen=True)
@@ -115,6 +86,11 @@ class Traffic:
     references: list[Reference] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _end: float = 0.0
+
+    def warm_up(self) -> None:
+        """Use every option once: on a GPU the first request of a kind may wait minutes for a compiler."""
+        for sampling in [*self.material.options, *(grammar for grammar, _ in self.material.grammars)]:
+            self.ask(self.material.prompt(0, 20), 8, sampling).raise_for_status()
 
     def take_references(self) -> None:
         """Run the greedy requests alone, before any traffic."""
@@ -216,7 +192,7 @@ class Traffic:
     def _growing(self, draw: random.Random) -> None:
         """One of many that fit in the pool together when they start and no longer when they end."""
         share = self.load.slots // self.load.running
-        new_tokens = min(share // 2, 1000)
+        new_tokens = min(share * 3 // 4, 1000)
         prompt = self.material.prompt(draw.randrange(len(self.material.tokens)), share - new_tokens // 2)
         answer = self._answer("growing", prompt, new_tokens, {"ignore_eos": True})
         if answer and len(answer["output_ids"]) != new_tokens:
@@ -280,7 +256,7 @@ class Traffic:
         sampling = draw.choice([{"min_p": 0.1, "temperature": 1}, {"regex": "(w1"}, {"max_new_tokens": 10**7}])
         self._count("requests", "refused")
         status = self.ask(self.material.prompt(0, 30), 8, sampling).status_code
-        if status != 400:
+        if status != 400 and time.monotonic() < self._end:
             self._wrong(f"{sampling}: status {status}")
 
     # -- what they share -----------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import pytest
 import soak
 from launch import TARGET, tokens
 from results import Results, describe_run
-from soak_traffic import Material, Traffic
+from soak_material import Material
+from soak_traffic import Traffic
 
 from dustin_sglang.demo.server import Server
 
