@@ -184,7 +184,7 @@ class Traffic:
 
     def _sparse(self, draw: random.Random) -> None:
         """A long request with any option; its length is all that is known."""
-        new_tokens = draw.randrange(1, 3 * NEW_TOKENS)
+        new_tokens = draw.randrange(8, 3 * NEW_TOKENS)  # as many as an option's min_new_tokens
         answer = self._answer("sparse", self._long(draw, new_tokens), new_tokens, draw.choice(self.material.options))
         if answer and not 1 <= len(answer["output_ids"]) <= new_tokens:
             self._wrong(f"{len(answer['output_ids'])} tokens, not {new_tokens}")
