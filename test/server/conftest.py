@@ -44,7 +44,13 @@ def server(tiny: dict[str, str]) -> Iterator[Server]:
 def head_server(tiny: dict[str, str]) -> Iterator[Server]:
     """Dustin with an EAGLE head and its default tree, through ``sglang serve``."""
     arguments = ["--model-path", tiny["target"], "--speculative-draft-model-path", tiny["eagle"]]
-    arguments += ["--speculative-algorithm", "dustin", "--dustin-budget", "100", "--max-total-tokens", "4096", *ALLOW]
+    arguments += ["--speculative-algorithm", "dustin", "--dustin-budget", "100", "--max-total-tokens", "8192", *ALLOW]
     with serve(*arguments, module="sglang.cli.main serve") as running:
         running.compile_samplers()
         yield running
+
+
+@pytest.fixture(params=["server", "head_server"])
+def either(request: pytest.FixtureRequest) -> Server:
+    """One server after the other: a whole-model draft in chains, an EAGLE head in trees."""
+    return request.getfixturevalue(request.param)

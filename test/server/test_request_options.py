@@ -13,12 +13,6 @@ from words import words
 SHORT, LONG = words(20), words(150)  # within the budget of both servers, and beyond it
 
 
-@pytest.fixture(params=["server", "head_server"])
-def either(request: pytest.FixtureRequest) -> Server:
-    """One server after the other: a whole-model draft in chains, an EAGLE head in trees."""
-    return request.getfixturevalue(request.param)
-
-
 def ids(answer: dict) -> list[int]:
     return answer["output_ids"]
 
@@ -44,10 +38,10 @@ def test_an_option_that_verification_ignores_is_a_400(
     "body, message", [({"min_p": 0.1}, "min_p"), ({"seed": 7}, "seed 7"), ({"seed": 7, "n": 2}, "seed 7")]
 )
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_openai_clients_get_the_same_400(server: Server, path: str, body: dict, message: str) -> None:
+def test_openai_clients_get_the_same_400(either: Server, path: str, body: dict, message: str) -> None:
     prompt = {"prompt": SHORT} if path == "completions" else {"messages": [{"role": "user", "content": SHORT}]}
     body = {"model": "default", "max_tokens": 4, "temperature": 1} | prompt | body
-    response = requests.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+    response = requests.post(f"{either.url}/v1/{path}", json=body, timeout=60)
     assert response.status_code == 400 and message in response.text
 
 
@@ -221,6 +215,16 @@ def test_logprobs_are_those_of_the_distribution_that_was_verified(either: Server
         assert (given == pytest.approx(expected, abs=TOLERANCE)) is dense
 
 
+def test_logprobs_of_chosen_tokens_are_those_of_the_best(either: Server) -> None:
+    best = either.ask(8, {"ignore_eos": True}, text=LONG, return_logprob=True, top_logprobs_num=1)["meta_info"]
+    wanted = [row[0][1] for row in best["output_top_logprobs"]]
+    chosen = either.ask(8, {"ignore_eos": True}, text=LONG, return_logprob=True, token_ids_logprob=wanted)["meta_info"]
+    for place, (row, top) in enumerate(
+        zip(chosen["output_token_ids_logprobs"], best["output_top_logprobs"], strict=True)
+    ):
+        assert row[place][:2] == [pytest.approx(top[0][0], abs=TOLERANCE), wanted[place]]
+
+
 def test_logprobs_see_penalties_and_bias(either: Server) -> None:
     answer = either.ask(8, {"logit_bias": {"77": 100}}, text=LONG, return_logprob=True)
     assert all(value > -TOLERANCE for value, _, _ in answer["meta_info"]["output_token_logprobs"][1:])
@@ -275,9 +279,24 @@ def test_hidden_states_with_a_whole_model_draft_are_a_400(server: Server) -> Non
         ("v1/rerank", {"query": SHORT, "documents": [SHORT]}),
     ],
 )
-def test_embeddings_are_a_400(server: Server, path: str, body: dict) -> None:
-    assert requests.post(f"{server.url}/{path}", json=body, timeout=60).status_code == 400
-    assert len(ids(server.generate(SHORT, 4))) == 4
+def test_embeddings_are_a_400(either: Server, path: str, body: dict) -> None:
+    assert requests.post(f"{either.url}/{path}", json=body, timeout=60).status_code == 400
+    assert len(ids(either.generate(SHORT, 4))) == 4
+
+
+@pytest.mark.parametrize("field", ["image_data", "audio_data", "video_data"])
+def test_images_audio_and_video_are_a_400(either: Server, field: str) -> None:
+    """SGLang itself drops them where the model reads text alone."""
+    for text in (SHORT, [SHORT, LONG]):
+        response = either.post(4, {}, text=text, **{field: "data:,x"})
+        assert response.status_code == 400 and "images, audio and video are not supported" in response.text
+
+
+def test_images_in_a_chat_are_a_400(either: Server) -> None:
+    parts = [{"type": "text", "text": SHORT}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
+    body = {"model": "default", "messages": [{"role": "user", "content": parts}], "max_tokens": 4}
+    response = requests.post(f"{either.url}/v1/chat/completions", json=body, timeout=60)
+    assert response.status_code == 400 and response.json()["message"]
 
 
 def test_a_session_continues_where_its_last_turn_ended(either: Server) -> None:
