@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import sys
 import time
@@ -85,7 +86,7 @@ def make_load(args: argparse.Namespace) -> Load:
 def soak(server: Server, traffic: Traffic, end: float) -> Row:
     """Send `traffic` until `end`, on the clock of `time.monotonic`; return a row of what came of it."""
     traffic.warm_up()
-    traffic.take_references()
+    traffic.take_references(end)
     _held(server.url)  # every kernel has run and every cache is there
     memory, start = _memory(), time.monotonic()
     traffic.run(end)
@@ -193,6 +194,7 @@ def main() -> int:
     """Run the command line; return the exit status."""
     started = time.monotonic()
     args, extra = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not outlive this process
     os.environ |= {name: value for name, value in STRICT.items() if name not in os.environ}
     load = make_load(args)
     settings: dict[str, Any] = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}

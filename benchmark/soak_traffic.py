@@ -92,12 +92,14 @@ class Traffic:
         for sampling in [*self.material.options, *(grammar for grammar, _ in self.material.grammars)]:
             self.ask(self.material.prompt(0, 20), 8, sampling).raise_for_status()
 
-    def take_references(self) -> None:
-        """Run the greedy requests alone, before any traffic."""
+    def take_references(self, end: float) -> None:
+        """Run the greedy requests alone, before any traffic, until `end`."""
         room = min(self.load.budget, self.load.context) - NEW_TOKENS - 1
         lengths = sorted({max(2, int(room * share)) for share in (0.02, 0.1, 0.4, 0.7, 0.95)})
         for length in lengths:
             for start in (0, 101, 211):
+                if time.monotonic() > end:
+                    return
                 prompt = self.material.prompt(start, length)
                 answer = self.ask(
                     prompt, NEW_TOKENS, {"ignore_eos": True}, return_logprob=True, top_logprobs_num=2
