@@ -85,9 +85,6 @@ def make_load(args: argparse.Namespace) -> Load:
 
 def soak(server: Server, traffic: Traffic, end: float) -> Row:
     """Send `traffic` until `end`, on the clock of `time.monotonic`; return a row of what came of it."""
-    traffic.warm_up()
-    traffic.take_references(end)
-    _held(server.url)  # every kernel has run and every cache is there
     memory, start = _memory(), time.monotonic()
     traffic.run(end)
     seconds = time.monotonic() - start
@@ -203,7 +200,9 @@ def main() -> int:
         with Server(launch(args, extra), "soak") as server:
             print(f"server's log: {server.log}", flush=True)
             traffic = Traffic(server.url, real_material(args.model), load)
-            row = dict(pair=pair) | soak(server, traffic, started + args.seconds - LAST_SECONDS)
+            end = started + args.seconds - LAST_SECONDS
+            traffic.prepare(end)
+            row = dict(pair=pair) | soak(server, traffic, end)
     except ServerError as error:
         print(error, file=sys.stderr)
         return 1

@@ -18,6 +18,7 @@ from soak_material import Material, Sampling
 NEW_TOKENS = 40  # of a reference
 ANSWER_SECONDS = 300.0  # the longest wait for an answer; a first sampled request may compile a kernel
 Answer = dict[str, Any]
+KINDS = ("exact", "sparse", "growing", "forced", "grammar", "turn", "aborts", "refused")
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Traffic:
     url: str
     material: Material
     load: Load
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(("requests", *KINDS, "near_ties"), 0)))
     tokens: list[tuple[float, int]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -87,13 +88,13 @@ class Traffic:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _end: float = 0.0
 
-    def warm_up(self) -> None:
-        """Use every option once: on a GPU the first request of a kind may wait minutes for a compiler."""
+    def prepare(self, end: float) -> None:
+        """Use every option once, then run the greedy requests alone, until `end` on the clock of `time.monotonic`.
+
+        On a GPU the first request of a kind may wait minutes for a compiler.
+        """
         for sampling in [*self.material.options, *(grammar for grammar, _ in self.material.grammars)]:
             self.ask(self.material.prompt(0, 20), 8, sampling).raise_for_status()
-
-    def take_references(self, end: float) -> None:
-        """Run the greedy requests alone, before any traffic, until `end`."""
         room = min(self.load.budget, self.load.context) - NEW_TOKENS - 1
         lengths = sorted({max(2, int(room * share)) for share in (0.02, 0.1, 0.4, 0.7, 0.95)})
         for length in lengths:
@@ -109,7 +110,7 @@ class Traffic:
                 self.references.append(Reference(prompt, answer["output_ids"], gaps))
 
     def run(self, end: float) -> None:
-        """Send requests until `end`, on the clock of `time.monotonic`; then wait for the last answers, cut short."""
+        """Send requests until `end`; then wait for the last answers, cut short."""
         self._end = end
         with ThreadPoolExecutor(self.load.clients + 1) as pool:
             running = [pool.submit(self._client, self.load.seed * 1000 + i) for i in range(self.load.clients)]

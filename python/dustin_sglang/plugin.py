@@ -84,6 +84,7 @@ def _check_received(manager: Any, received: Any, *args: Any, **kwargs: Any) -> N
     from dustin_sglang import request_rules, request_types
 
     if _runs_dustin(manager):
+        request_types.check_lists(received)
         request_types.check_types(getattr(received, "sampling_params", None))
         request_rules.refuse_media(received)
 

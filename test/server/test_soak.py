@@ -67,9 +67,9 @@ def test_ten_minutes_without_a_leak_a_wrong_answer_or_a_slowdown(
     sizes = ["--budget", "512", "--context", "1000", "--chunk", "256", "--max-running", "4", "--mem-fraction", "0.3"]
     args, extra = soak.parse([*models, *sizes, "--clients", "4", "--burst", "10", *LAUNCHES[name]])
     with Server(soak.launch(args, extra), "soak") as server:
-        row = dict(pair=f"tiny, {name}") | soak.soak(
-            server, Traffic(server.url, MATERIAL, soak.make_load(args)), time.monotonic() + SECONDS * share
-        )
+        traffic = Traffic(server.url, MATERIAL, soak.make_load(args))
+        traffic.prepare(time.monotonic() + SECONDS)
+        row = dict(pair=f"tiny, {name}") | soak.soak(server, traffic, time.monotonic() + SECONDS * share)
     print(f"\n{row}")
     if JSON:
         settings = vars(args) | dict(
