@@ -7,7 +7,7 @@ import re
 
 import pytest
 import requests
-from serving import TOLERANCE, Server
+from serving import ON_CPU, TOLERANCE, Server
 from words import words
 
 SHORT, LONG = words(20), words(150)  # within the budget of both servers, and beyond it
@@ -83,8 +83,9 @@ def test_penalties_drive_an_answer_away_from_its_own_tokens(either: Server, pena
 def test_min_new_tokens_holds_back_the_end_and_no_longer_than_a_run(either: Server, least: int) -> None:
     answer = either.generate(LONG, 40, min_new_tokens=least, logit_bias={"2": 100})
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
-    # The end may come in a round that begins with `least` tokens; a run has at most 6 (head) of them.
-    assert least <= len(ids(answer)) - 1 <= least + 6
+    # The end may come in a round that begins with `least` tokens; a run has at most 6 (head) of them. On a GPU, where
+    # scheduling overlaps, the run before is not counted yet either.
+    assert least <= len(ids(answer)) - 1 <= least + (6 if ON_CPU else 12)
 
 
 @pytest.mark.parametrize("at", range(1, 9))
