@@ -20,7 +20,7 @@ _PICKLED_FORMATS = ("pt", "npcache")
 _FORMATS = ("auto", "safetensors", "fastsafetensors", "mistral", "layered")
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _OTHERS = {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")  # of Llama and most others, GPT-2, MPT
 _HEAD_LAYER = re.compile(r"(?:^|\.)midlayer\.")
 
 
@@ -85,5 +85,6 @@ def _tensors(file: Path, header: dict[str, Any], start: int, quantised: bool) ->
 def _layers(folder: Path, places: dict[str, str], depth: int) -> Iterator[str]:
     found = {int(match[1]) for name in places if (match := _LAYER.search(name))}
     found |= {0} if any(_HEAD_LAYER.search(name) for name in places) else set()
-    if missing := sorted(set(range(depth)) - found):
+    missing = sorted(set(range(depth)) - found)
+    if found and missing:  # none found at all: layers of another name
         yield f"the draft in {folder} has no weights of layer {missing[0]} of {depth}; copy all of its files"

@@ -77,6 +77,14 @@ def test_a_layer_without_weights_is_refused(draft: Path) -> None:
     assert "has no weights of layer 2 of 4; copy all of its files" in faults(draft)
 
 
+def test_layers_of_another_name_are_not_missed(draft: Path) -> None:
+    for other in ("transformer.h.", "blocks.", "sections."):
+        weights = load_file(draft / "model.safetensors")
+        prefix = next(name[: name.index("0.self_attn")] for name in weights if "0.self_attn" in name)
+        save_file({name.replace(prefix, other): w for name, w in weights.items()}, draft / "model.safetensors")
+        assert faults(draft) == ""
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
 def test_weights_of_a_type_that_needs_a_scale_are_refused_without_one(draft: Path, dtype: torch.dtype) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
