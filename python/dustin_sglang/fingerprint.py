@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+
+from dustin_sglang.checkpoint import local_folder, read_header, tensor_files
 
 _FIELDS = (
     "model_type",
@@ -22,8 +23,6 @@ _FIELDS = (
 )
 _TENSORS = 8
 _BYTES = 4096
-_INDEX = "model.safetensors.index.json"
-_HEADER_LIMIT = 100_000_000  # bytes; the limit of the safetensors format
 
 
 def fingerprint(model: str) -> str | None:
@@ -34,13 +33,13 @@ def fingerprint(model: str) -> str | None:
     str or None
         16 hexadecimal digits; None where there are no safetensors weights to read.
     """
-    folder = _folder(model)
+    folder = local_folder(model)
     if folder is None:
         return None
     try:
         config = json.loads((folder / "config.json").read_text())
         hashed = hashlib.sha256(json.dumps([config.get(name) for name in _FIELDS]).encode())
-        places = _places(folder)
+        places = tensor_files(folder)
         names = sorted(places)
         for name in names[:: max(1, len(names) // _TENSORS)]:
             hashed.update(name.encode() + _first_bytes(folder / places[name], name))
@@ -49,43 +48,8 @@ def fingerprint(model: str) -> str | None:
     return hashed.hexdigest()[:16] if names else None
 
 
-def _folder(model: str) -> Path | None:
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        config = try_to_load_from_cache(model, "config.json")
-    except ValueError:  # not a name of a hub either
-        return None
-    return Path(config).parent if isinstance(config, str) else None
-
-
-def _places(folder: Path) -> dict[str, str]:
-    """File of each tensor."""
-    if (folder / _INDEX).is_file():
-        places: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
-        return places
-    return {
-        name: file.name
-        for file in sorted(folder.glob("*.safetensors"))
-        for name in _header(file)[0]
-        if name[:2] != "__"
-    }
-
-
-def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """Header of a safetensors file, and where the tensors start."""
-    with file.open("rb") as data:
-        size = int.from_bytes(data.read(8), "little")
-        if size > _HEADER_LIMIT:
-            raise ValueError(f"{file} is no safetensors file")
-        header: dict[str, Any] = json.loads(data.read(size))
-        return header, 8 + size
-
-
 def _first_bytes(file: Path, name: str) -> bytes:
-    header, start = _header(file)
+    header, start = read_header(file)
     about = header[name]
     begin, end = about["data_offsets"]
     with file.open("rb") as data:

@@ -81,10 +81,12 @@ def _hook_requests() -> None:
 
 
 def _check_received(manager: Any, received: Any, *args: Any, **kwargs: Any) -> None:
-    from dustin_sglang import request_types
+    from dustin_sglang import request_rules, request_types
 
     if _runs_dustin(manager):
+        request_types.check_lists(received)
         request_types.check_types(getattr(received, "sampling_params", None))
+        request_rules.refuse_media(received)
 
 
 def _check_tokenized(request: Any, manager: Any, *args: Any, **kwargs: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from dustin_sglang import compat, devices
 from dustin_sglang.config import DustinConfig
+from dustin_sglang.draft_files import draft_faults
 from dustin_sglang.draft_kind import DraftKind, draft_config
 
 
@@ -32,6 +33,7 @@ def _reasons(view: Any, server_args: Any, kind: DraftKind) -> Iterator[str]:
     yield from _speculation(view)
     yield from _backends(view, server_args)
     yield from _models(server_args, kind)
+    yield from _draft_files(server_args)
 
 
 def _parallelism(view: Any) -> Iterator[str]:
@@ -162,3 +164,11 @@ def _models(server_args: Any, kind: DraftKind) -> Iterator[str]:
             f"the draft's vocabulary of {draft.vocab_size} tokens is not the target's of {target.vocab_size}; use a "
             "draft of the same family, or `python -m dustin_sglang.make_draft`"
         )
+
+
+def _draft_files(server_args: Any) -> Iterator[str]:
+    draft = draft_config(server_args)
+    path = server_args.speculative_draft_model_path
+    load_format = server_args.speculative_draft_load_format or server_args.load_format
+    quantised = getattr(draft.hf_config, "quantization_config", None) is not None
+    yield from draft_faults(path, str(load_format), draft.num_hidden_layers, quantised)

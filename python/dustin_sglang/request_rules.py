@@ -12,9 +12,23 @@ from typing import Any
 
 from dustin_sglang.draft_kind import DraftKind
 
+_MEDIA = "images, audio and video are not supported; send text or input_ids"
+
 
 class RequestRefused(ValueError):
     """A request with an option that verification would ignore; SGLang answers a `ValueError` with a 400."""
+
+
+def refuse_media(request: Any) -> None:
+    """Check a request as it came in: where the model reads text alone, SGLang drops images, audio and video.
+
+    Raises
+    ------
+    RequestRefused
+        The request has any of them.
+    """
+    if request.contains_mm_input():
+        raise RequestRefused(f"--speculative-algorithm dustin: {_MEDIA}")
 
 
 def refuse_ignored(request: Any, kind: DraftKind) -> None:
@@ -59,4 +73,4 @@ def _reasons(request: Any, kind: DraftKind) -> Iterator[str]:
     if request.input_embeds is not None or request.positional_embed_overrides is not None:
         yield "input embeddings are not supported: the draft needs tokens; send text or input_ids"
     if request.mm_inputs is not None:
-        yield "images, audio and video are not supported; send text or input_ids"
+        yield _MEDIA

@@ -19,11 +19,32 @@ _INT32_MAX = 2**31 - 1  # what the scheduler's tensors hold
 # xgrammar 0.2.1 ends the process on a NUL character and on deep nesting (a schema of 1000 arrays overflows its stack).
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _MAX_NESTING = 200
+_PER_PROMPT = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
 _INTERNAL = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
 
 
 class BadRequest(ValueError):
     """A request that is malformed; SGLang answers a `ValueError` with a 400."""
+
+
+def check_lists(request: Any) -> None:
+    """Check a request as it came in: what is given for each prompt must be a list as long as that of the prompts.
+
+    Raises
+    ------
+    BadRequest
+        A list of another length, or a list for a single prompt.
+    """
+    text = getattr(request, "text", None)
+    prompts = text if text is not None else getattr(request, "input_ids", None)
+    if prompts is None:
+        return
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    for name in _PER_PROMPT:
+        value = getattr(request, name, None)
+        if isinstance(value, list) and (single or len(value) != len(prompts)):
+            wanted = "a single prompt takes no list" if single else f"the request has {len(prompts)} prompts"
+            raise BadRequest(f"{name} is a list of {len(value)}; {wanted}")
 
 
 def check_types(sampling_params: Any) -> None:

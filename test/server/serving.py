@@ -1,4 +1,4 @@
-"""A real SGLang server on the CPU in a process group of its own."""
+"""A real SGLang server in a process group of its own, on the CPU unless DUSTIN_TEST_DEVICE says otherwise."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 START_SECONDS = 240
+ON_CPU = os.environ.get("DUSTIN_TEST_DEVICE", "cpu") == "cpu"
+# Of log-probabilities and hidden states: float32 on the CPU, bf16 on a GPU.
+TOLERANCE = 1e-3 if ON_CPU else 0.1
+# Small pools, so that a test machine holds several servers.
+CPU_OPTIONS = ("--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.3")
+# Captured batch sizes with gaps, so that batches run padded; prefill graphs take a minute to capture.
+GPU_OPTIONS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.2", "--attention-backend", "flashinfer")
+GPU_OPTIONS += ("--disable-prefill-cuda-graph", "--cuda-graph-bs-decode", "1", "4", "8", "--max-running-requests", "16")
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,12 @@ class Server:
         body = request | {"sampling_params": {"temperature": 0, "max_new_tokens": new_tokens} | sampling}
         return requests.post(f"{self.url}/generate", json=body, timeout=120)
 
+    def compile_samplers(self) -> None:
+        """Sample once with every option: on a GPU the first request of a kind may wait minutes for a compiler."""
+        sampling = {"temperature": 1, "top_k": 3, "top_p": 0.9, "max_new_tokens": 8, "ignore_eos": True}
+        body = {"text": ["w10 w11", "w10 w11"], "sampling_params": [sampling, {"temperature": 1}]}
+        requests.post(f"{self.url}/generate", json=body, timeout=500).raise_for_status()
+
 
 def free_port() -> int:
     """A port nobody listens on."""
@@ -63,10 +77,21 @@ def free_port() -> int:
 
 
 def command(*arguments: str, module: str = "sglang.launch_server", port: int) -> list[str]:
-    """The command line of a CPU server; small pools, so that a test machine holds several."""
-    common = ["--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.3", "--host", "127.0.0.1"]
+    """The command line of a server."""
+    # `module` may be one that `python -m` does not run; dustin_sglang.cpu does.
+    launcher = ["dustin_sglang.cpu", *module.split()] if ON_CPU else ["sglang.launch_server"]
+    common = ["--host", "127.0.0.1", "--port", str(port)]
     common.append("--sleep-on-idle")  # SGLang polls otherwise, and an idle server takes a core from its tests
-    return [sys.executable, "-m", "dustin_sglang.cpu", *module.split(), *arguments, *common, "--port", str(port)]
+    options = CPU_OPTIONS if ON_CPU else GPU_OPTIONS
+    # The first options lose against the caller's.
+    return [sys.executable, "-m", *launcher, *options, *arguments, *common]
+
+
+def small_budget(models: dict[str, str]) -> list[str]:
+    """Dustin with a whole-model draft and a budget that most prompts of these tests exceed."""
+    paths = ["--model-path", models["target"], "--speculative-draft-model-path", models["draft"]]
+    options = ["--speculative-algorithm", "dustin", "--dustin-budget", "64", "--dustin-window", "16"]
+    return [*paths, *options, "--max-total-tokens", "8192"]
 
 
 @contextlib.contextmanager

@@ -36,41 +36,41 @@ def abort(server: Server, rid: str) -> None:
 
 
 @pytest.fixture
-def baseline(server: Server) -> Iterator[None]:
+def baseline(either: Server) -> Iterator[None]:
     """The pools before the test are the pools after it."""
-    before = idle(server)
+    before = idle(either)
     yield
-    assert idle(server) == before
-    assert len(server.generate(words(100), 8)["output_ids"]) == 8
+    assert idle(either) == before
+    assert len(either.generate(words(100), 8)["output_ids"]) == 8
 
 
 @pytest.mark.usefixtures("baseline")
-def test_in_the_first_moments_of_a_long_prompt(server: Server) -> None:
+def test_in_the_first_moments_of_a_long_prompt(either: Server) -> None:
     for delay in (0, 0.02, 0.1, 0.3):  # still waiting, in the prefill, between the prefill and the first verification
-        asked = Asked(server, f"early {delay}", words(3000, first=int(delay * 100)), 900)
+        asked = Asked(either, f"early {delay}", words(3000, first=int(delay * 100)), 900)
         time.sleep(delay)
-        abort(server, f"early {delay}")
+        abort(either, f"early {delay}")
         time.sleep(0.2)
-        abort(server, f"early {delay}")  # the first may have come before the request
+        abort(either, f"early {delay}")  # the first may have come before the request
         assert asked.reason()["type"] == "abort"
 
 
 @pytest.mark.usefixtures("baseline")
-def test_while_it_waits_for_room(server: Server) -> None:
-    running = [Asked(server, f"running {i}", words(2500, first=i), 400) for i in range(4)]
+def test_while_it_waits_for_room(either: Server) -> None:
+    running = [Asked(either, f"running {i}", words(2500, first=i), 1500) for i in range(4)]
     time.sleep(0.5)
-    waiting = Asked(server, "waiting", words(2500, first=9), 400)  # the pool holds three of them
+    waiting = Asked(either, "waiting", words(2500, first=9), 400)  # the pool holds three of them
     time.sleep(0.5)
-    abort(server, "waiting")
+    abort(either, "waiting")
     assert waiting.reason()["type"] == "abort"
     for i, asked in enumerate(running):
-        abort(server, f"running {i}")
+        abort(either, f"running {i}")
         assert asked.reason()["type"] == "abort"
 
 
 @pytest.mark.usefixtures("baseline")
-def test_all_at_once(server: Server) -> None:
-    asked = [Asked(server, f"all {i}", words(100 + 10 * i), 2000) for i in range(4)]
+def test_all_at_once(either: Server) -> None:
+    asked = [Asked(either, f"all {i}", words(100 + 10 * i), 2000) for i in range(4)]
     time.sleep(1)
-    assert requests.post(f"{server.url}/abort_request", json={"abort_all": True}, timeout=30).ok
+    assert requests.post(f"{either.url}/abort_request", json={"abort_all": True}, timeout=30).ok
     assert [request.reason()["type"] for request in asked] == ["abort"] * 4

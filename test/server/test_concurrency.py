@@ -26,43 +26,43 @@ def idle(server: Server) -> dict[str, float]:
     }
 
 
-def test_clients_beside_each_other_get_what_they_get_alone(server: Server) -> None:
+def test_clients_beside_each_other_get_what_they_get_alone(either: Server) -> None:
     """Of arXiv 2510.22876: batched speculation that is silently wrong where accepted runs have different lengths."""
     prompts = [words(20 + 40 * i, first=i) for i in range(6)]
-    alone = [server.generate(prompt, 24)["text"] for prompt in prompts]
-    requests.post(f"{server.url}/flush_cache", timeout=30)
+    alone = [either.generate(prompt, 24)["text"] for prompt in prompts]
+    requests.post(f"{either.url}/flush_cache", timeout=30)
     with ThreadPoolExecutor(6) as pool:
-        together = list(pool.map(lambda prompt: server.generate(prompt, 24)["text"], prompts))
+        together = list(pool.map(lambda prompt: either.generate(prompt, 24)["text"], prompts))
     assert together == alone
 
 
-def test_an_abort_in_mid_stream_leaves_nothing_behind(server: Server) -> None:
+def test_an_abort_in_mid_stream_leaves_nothing_behind(either: Server) -> None:
     """sglang-jax #1147: pages that every request leaks."""
-    before = idle(server)
+    before = idle(either)
     for _ in range(3):
         body = dict(
             text=words(150), sampling_params=dict(temperature=0, max_new_tokens=2000, ignore_eos=True), stream=True
         )
-        with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=60) as response:
+        with requests.post(f"{either.url}/generate", json=body, stream=True, timeout=60) as response:
             next(response.iter_lines())  # the answer has begun; leaving the block closes the connection
-    assert len(server.generate(words(100), 8)["text"].split()) == 8
-    assert idle(server) == before
+    assert len(either.generate(words(100), 8)["text"].split()) == 8
+    assert idle(either) == before
 
 
-def test_an_abort_by_id_ends_only_that_request(server: Server) -> None:
+def test_an_abort_by_id_ends_only_that_request(either: Server) -> None:
     results: dict[str, dict] = {}
 
     def run(rid: str, new_tokens: int) -> None:
         body = dict(
             rid=rid, text=words(150), sampling_params=dict(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
         )
-        results[rid] = requests.post(f"{server.url}/generate", json=body, timeout=120).json()
+        results[rid] = requests.post(f"{either.url}/generate", json=body, timeout=120).json()
 
     threads = [threading.Thread(target=run, args=args) for args in (("long", 2000), ("short", 40))]
     for thread in threads:
         thread.start()
     time.sleep(1)
-    requests.post(f"{server.url}/abort_request", json={"rid": "long"}, timeout=30)
+    requests.post(f"{either.url}/abort_request", json={"rid": "long"}, timeout=30)
     for thread in threads:
         thread.join()
     assert results["long"]["meta_info"]["finish_reason"]["type"] == "abort"

@@ -8,9 +8,9 @@ from serving import Server
 from words import words
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+@pytest.fixture
+def client(either: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{either.url}/v1", api_key="none")
 
 
 def complete(client: openai.OpenAI, prompt: str, tokens: int, **kwargs: object) -> openai.types.Completion:

@@ -7,16 +7,10 @@ import re
 
 import pytest
 import requests
-from serving import Server
+from serving import ON_CPU, TOLERANCE, Server
 from words import words
 
 SHORT, LONG = words(20), words(150)  # within the budget of both servers, and beyond it
-
-
-@pytest.fixture(params=["server", "head_server"])
-def either(request: pytest.FixtureRequest) -> Server:
-    """One server after the other: a whole-model draft in chains, an EAGLE head in trees."""
-    return request.getfixturevalue(request.param)
 
 
 def ids(answer: dict) -> list[int]:
@@ -44,10 +38,10 @@ def test_an_option_that_verification_ignores_is_a_400(
     "body, message", [({"min_p": 0.1}, "min_p"), ({"seed": 7}, "seed 7"), ({"seed": 7, "n": 2}, "seed 7")]
 )
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_openai_clients_get_the_same_400(server: Server, path: str, body: dict, message: str) -> None:
+def test_openai_clients_get_the_same_400(either: Server, path: str, body: dict, message: str) -> None:
     prompt = {"prompt": SHORT} if path == "completions" else {"messages": [{"role": "user", "content": SHORT}]}
     body = {"model": "default", "max_tokens": 4, "temperature": 1} | prompt | body
-    response = requests.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+    response = requests.post(f"{either.url}/v1/{path}", json=body, timeout=60)
     assert response.status_code == 400 and message in response.text
 
 
@@ -89,8 +83,9 @@ def test_penalties_drive_an_answer_away_from_its_own_tokens(either: Server, pena
 def test_min_new_tokens_holds_back_the_end_and_no_longer_than_a_run(either: Server, least: int) -> None:
     answer = either.generate(LONG, 40, min_new_tokens=least, logit_bias={"2": 100})
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
-    # The end may come in a round that begins with `least` tokens; a run has at most 6 (head) of them.
-    assert least <= len(ids(answer)) - 1 <= least + 6
+    # The end may come in a round that begins with `least` tokens; a run has at most 6 (head) of them. On a GPU, where
+    # scheduling overlaps, the run before is not counted yet either.
+    assert least <= len(ids(answer)) - 1 <= least + (6 if ON_CPU else 12)
 
 
 @pytest.mark.parametrize("at", range(1, 9))
@@ -217,13 +212,23 @@ def test_logprobs_are_those_of_the_distribution_that_was_verified(either: Server
         given = [value for value, _, _ in meta["output_token_logprobs"]]
         assert [row[0][0] for row in meta["output_top_logprobs"]] == given, "greedy takes the best"
         expected = reread(either, answer, prompt)
-        assert given[0] == pytest.approx(expected[0], abs=1e-3)
-        assert (given == pytest.approx(expected, abs=1e-3)) is dense
+        assert given[0] == pytest.approx(expected[0], abs=TOLERANCE)
+        assert (given == pytest.approx(expected, abs=TOLERANCE)) is dense
+
+
+def test_logprobs_of_chosen_tokens_are_those_of_the_best(either: Server) -> None:
+    best = either.ask(8, {"ignore_eos": True}, text=LONG, return_logprob=True, top_logprobs_num=1)["meta_info"]
+    wanted = [row[0][1] for row in best["output_top_logprobs"]]
+    chosen = either.ask(8, {"ignore_eos": True}, text=LONG, return_logprob=True, token_ids_logprob=wanted)["meta_info"]
+    for place, (row, top) in enumerate(
+        zip(chosen["output_token_ids_logprobs"], best["output_top_logprobs"], strict=True)
+    ):
+        assert row[place][:2] == [pytest.approx(top[0][0], abs=TOLERANCE), wanted[place]]
 
 
 def test_logprobs_see_penalties_and_bias(either: Server) -> None:
     answer = either.ask(8, {"logit_bias": {"77": 100}}, text=LONG, return_logprob=True)
-    assert all(value > -1e-3 for value, _, _ in answer["meta_info"]["output_token_logprobs"][1:])
+    assert all(value > -TOLERANCE for value, _, _ in answer["meta_info"]["output_token_logprobs"][1:])
 
 
 def test_several_answers_to_one_prompt(either: Server) -> None:
@@ -258,7 +263,7 @@ def test_hidden_states_with_a_head_are_those_of_a_prefill(head_server: Server) -
     expected = head_server.ask(1, {}, input_ids=whole, **fields)["meta_info"]["hidden_states"][0][20:]
     assert len(generated) >= 11  # a run may be accepted past the last token asked for; the last token has no row
     for row, right in zip(generated[:11], expected, strict=False):
-        assert row == pytest.approx(right, abs=1e-3)
+        assert row == pytest.approx(right, abs=TOLERANCE)
 
 
 def test_hidden_states_with_a_whole_model_draft_are_a_400(server: Server) -> None:
@@ -275,9 +280,24 @@ def test_hidden_states_with_a_whole_model_draft_are_a_400(server: Server) -> Non
         ("v1/rerank", {"query": SHORT, "documents": [SHORT]}),
     ],
 )
-def test_embeddings_are_a_400(server: Server, path: str, body: dict) -> None:
-    assert requests.post(f"{server.url}/{path}", json=body, timeout=60).status_code == 400
-    assert len(ids(server.generate(SHORT, 4))) == 4
+def test_embeddings_are_a_400(either: Server, path: str, body: dict) -> None:
+    assert requests.post(f"{either.url}/{path}", json=body, timeout=60).status_code == 400
+    assert len(ids(either.generate(SHORT, 4))) == 4
+
+
+@pytest.mark.parametrize("field", ["image_data", "audio_data", "video_data"])
+def test_images_audio_and_video_are_a_400(either: Server, field: str) -> None:
+    """SGLang itself drops them where the model reads text alone."""
+    for text in (SHORT, [SHORT, LONG]):
+        response = either.post(4, {}, text=text, **{field: "data:,x"})
+        assert response.status_code == 400 and "images, audio and video are not supported" in response.text
+
+
+def test_images_in_a_chat_are_a_400(either: Server) -> None:
+    parts = [{"type": "text", "text": SHORT}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
+    body = {"model": "default", "messages": [{"role": "user", "content": parts}], "max_tokens": 4}
+    response = requests.post(f"{either.url}/v1/chat/completions", json=body, timeout=60)
+    assert response.status_code == 400 and response.json()["message"]
 
 
 def test_a_session_continues_where_its_last_turn_ended(either: Server) -> None:

@@ -178,6 +178,15 @@ def test_refused_models(
         arguments(models, **{argument: edited(models[role], tmp_path / role, **changes)})
 
 
+def test_a_pickled_draft_is_refused(models: dict[str, str], tmp_path: Path) -> None:
+    pickled = Path(edited(models["draft"], tmp_path / "draft"))
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is pickled.*convert it to safetensors"):
+        arguments(models, speculative_draft_model_path=str(pickled))
+    with pytest.raises(ValueError, match="load format pt is not supported for the draft"):
+        arguments(models, speculative_draft_load_format="pt")
+
+
 def test_a_short_draft_is_allowed_when_the_user_says_so(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

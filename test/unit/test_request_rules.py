@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from dustin_sglang.draft_kind import DraftKind
-from dustin_sglang.request_rules import RequestRefused, refuse_ignored
+from dustin_sglang.request_rules import RequestRefused, refuse_ignored, refuse_media
 
 
 def request(sampling: dict[str, Any] | None = None, **changes: Any) -> SimpleNamespace:
@@ -54,3 +55,13 @@ def test_hidden_states_are_allowed_with_a_head(kind: DraftKind) -> None:
 )
 def test_what_verification_applies_is_allowed(sampling: dict[str, Any]) -> None:
     refuse_ignored(request(sampling), DraftKind.STANDALONE)
+
+
+@pytest.mark.parametrize("field", ["image_data", "audio_data", "video_data"])
+def test_media_are_refused_before_sglang_drops_them(field: str) -> None:
+    for value in ("data:,x", ["data:,x"], [[None], ["data:,x"]]):
+        with pytest.raises(RequestRefused, match="send text or input_ids"):
+            refuse_media(GenerateReqInput(text="w10", **{field: value}))
+    for value in (None, [None, None]):
+        refuse_media(GenerateReqInput(text="w10", **{field: value}))
+    refuse_media(EmbeddingReqInput(text="w10"))

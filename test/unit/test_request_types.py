@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from dustin_sglang.request_types import BadRequest, check_ranges, check_types
+from dustin_sglang.request_types import BadRequest, check_lists, check_ranges, check_types
 
 
 @pytest.mark.parametrize(
@@ -73,3 +73,33 @@ def test_values_beyond_the_vocabulary_are_refused(bad: SimpleNamespace, message:
     check_ranges(request(100, stop_token_ids=[0, 99], logit_bias={"3": -100.0}), 100)
     with pytest.raises(BadRequest, match=message):
         check_ranges(bad, 100)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"text": "a", "sampling_params": []}, "sampling_params is a list of 0; a single prompt takes no list"),
+        ({"input_ids": [5, 6], "logprob_start_len": [0]}, "logprob_start_len is a list of 1; a single prompt"),
+        ({"text": ["a", "b"], "sampling_params": []}, "sampling_params is a list of 0; the request has 2 prompts"),
+        ({"input_ids": [[5], [6]], "return_logprob": [True]}, "return_logprob is a list of 1; the request has 2"),
+        ({"input_ids": [], "top_logprobs_num": [1]}, "top_logprobs_num is a list of 1; the request has 0"),
+    ],
+)
+def test_a_list_for_each_prompt_is_as_long_as_that_of_the_prompts(fields: dict[str, Any], message: str) -> None:
+    """SGLang answers these with a 500."""
+    with pytest.raises(BadRequest, match=message):
+        check_lists(SimpleNamespace(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text": "a", "sampling_params": {}, "logprob_start_len": 0, "token_ids_logprob": [3, 4]},
+        {"text": ["a", "b"], "sampling_params": [{}, {}], "return_logprob": True},
+        {"input_ids": [[5], [6]], "sampling_params": None, "top_logprobs_num": [1, 2]},
+        {"input_embeds": [[0.0]], "sampling_params": []},  # refused as embeddings
+        {},
+    ],
+)
+def test_lists_that_fit_are_taken(fields: dict[str, Any]) -> None:
+    check_lists(SimpleNamespace(**fields))
