@@ -67,9 +67,10 @@ def make_items(task: str, context: int, count: int, tokenizer: Path, overhead: i
         script = root / "data" / "synthetic" / f"{config['task']}.py"
         flags = [f"--{name}={value}" for name, value in dict(arguments, save_dir=folder).items()]
         _run([sys.executable, str(script), *flags], task, context)
-        lines = (Path(folder) / task / "validation.jsonl").read_text(encoding="utf-8").splitlines()
+        with open(Path(folder) / task / "validation.jsonl", encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file]
     metric = "any-answer" if config["task"] == "qa" else "all-answers"
-    for row in map(json.loads, lines):
+    for row in rows:
         prompt, prefix = row["input"].rsplit(_ANSWER, 1)
         name = f"{task}-{context}-{row['index']}"
         yield Item(name, task, context, prompt, row["outputs"], metric, config["tokens_to_generate"], prefix)
