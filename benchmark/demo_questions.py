@@ -1,4 +1,4 @@
-"""Questions about the demo's document, and an engine of real models that answers them one at a time."""
+"""Questions about the demo's document, for an engine of real models that answers them one at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
+from real_engine import add_pair_options
 from results import Row, describe_run
 
 from dustin_sglang.demo.case import load_case
@@ -24,13 +24,10 @@ QUESTIONS = (
 
 def add_options(parser: argparse.ArgumentParser, new_tokens: int) -> None:
     """Add what is asked of whom; `new_tokens` is the default length of an answer."""
-    parser.add_argument("--target", default=".models/smollm2")
-    parser.add_argument("--draft", default=".models/smollm2-draft26")
+    add_pair_options(parser)
     parser.add_argument("--prompts", type=int, default=len(QUESTIONS), help="ask only the first questions")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=new_tokens)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--topk", type=int, default=1)
     parser.add_argument("--json", type=Path)
 
 
@@ -41,29 +38,9 @@ def make_prompts(tokenizer: Any, count: int) -> list[list[int]]:
     return [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
 
 
-def start_engine(args: argparse.Namespace, prompts: list[list[int]]) -> Any:
-    """Start a dustin engine for one request at a time; its settings are the process's ``DUSTIN_*`` variables."""
-    import sglang as sgl
-
-    room = 2 * max(map(len, prompts)) + 2 * args.new_tokens + 1024
-    device: dict[str, Any] = (
-        dict(dtype="bfloat16", mem_fraction_static=0.5, disable_prefill_cuda_graph=True)
-        if torch.cuda.is_available()
-        else dict(dtype="float32", device="cpu", max_total_tokens=room)
-    )
-    return sgl.Engine(
-        model_path=args.target,
-        speculative_algorithm="dustin",
-        speculative_draft_model_path=args.draft,
-        speculative_num_steps=args.steps,
-        speculative_eagle_topk=args.topk,
-        speculative_num_draft_tokens=args.steps + 1 if args.topk == 1 else args.topk * args.steps,
-        max_running_requests=1,
-        skip_tokenizer_init=True,
-        grammar_backend="none",
-        log_level="warning",
-        **device,
-    )
+def longest(prompts: list[list[int]], args: argparse.Namespace) -> int:
+    """Tokens of the longest prompt with its answer."""
+    return max(map(len, prompts)) + args.new_tokens
 
 
 def write_result(args: argparse.Namespace, **parts: dict[str, Any] | list[Row]) -> None:

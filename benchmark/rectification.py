@@ -17,14 +17,15 @@ import os
 import time
 from typing import Any
 
-import torch
-from demo_questions import QUESTIONS, add_options, make_prompts, start_engine, write_result
+from demo_questions import QUESTIONS, add_options, longest, make_prompts, write_result
+from dense_judge import judge, load_judge
+from real_engine import start_engine
 
 
 def answer(interval: int, prompts: list[list[int]], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Answer every prompt with one engine; a row a prompt."""
     os.environ |= {"DUSTIN_RECTIFY_INTERVAL": str(interval), "DUSTIN_BUDGET": str(args.budget)}
-    engine = start_engine(args, prompts)
+    engine = start_engine(args, longest(prompts, args))
     try:
         rows = []
         for question, prompt in zip(QUESTIONS, prompts, strict=False):
@@ -49,21 +50,14 @@ def answer(interval: int, prompts: list[list[int]], args: argparse.Namespace) ->
         engine.shutdown()
 
 
-@torch.inference_mode()
-def judge(rows: list[dict[str, Any]], prompts: list[list[int]], tokenizer: Any, args: argparse.Namespace) -> None:
+def judge_rows(rows: list[dict[str, Any]], prompts: list[list[int]], tokenizer: Any, args: argparse.Namespace) -> None:
     """Add what the dense target says about each answer, and replace its ids by text."""
-    from transformers import AutoModelForCausalLM
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).to(device)
+    model = load_judge(args.target)
     prompt_of = dict(zip(QUESTIONS, prompts, strict=False))
     for row in rows:
-        ids = torch.tensor([prompt_of[row["question"]] + row["answer"]], device=device)
-        count = len(row["answer"])
-        logits = model(ids, logits_to_keep=count + 1).logits[0, :-1].float()
-        chosen = ids[0, -count:]
-        row["agreement"] = round((logits.argmax(-1) == chosen).float().mean().item(), 4)
-        row["logprob"] = round(logits.log_softmax(-1).gather(1, chosen[:, None]).mean().item(), 4)
+        agrees, logprobs = judge(model, prompt_of[row["question"]], row["answer"])
+        row["agreement"] = round(agrees.float().mean().item(), 4)
+        row["logprob"] = round(logprobs.mean().item(), 4)
         row["answer"] = tokenizer.decode(row["answer"], skip_special_tokens=True)
         print(json.dumps(row), flush=True)
 
@@ -79,7 +73,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     prompts = make_prompts(tokenizer, args.prompts)
     rows = [row for interval in args.intervals for row in answer(interval, prompts, args)]
-    judge(rows, prompts, tokenizer, args)
+    judge_rows(rows, prompts, tokenizer, args)
     summary = {interval: summarise([row for row in rows if row["interval"] == interval]) for interval in args.intervals}
     for interval, means in summary.items():
         print(f"interval {interval:3}  " + "  ".join(f"{name} {value}" for name, value in means.items()))

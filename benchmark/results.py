@@ -64,9 +64,14 @@ def add_run_options(
     parser: argparse.ArgumentParser, minutes: str = "stop before the row that would start later"
 ) -> None:
     """Add ``--minutes``, ``--json``, ``--resume`` and ``--any-commit``."""
-    parser.add_argument("--minutes", type=float, help=minutes)
     parser.add_argument("--json", type=Path, help="result file; a run is added to those that it holds")
-    parser.add_argument("--resume", action="store_true", help="skip what --json has of this commit and machine")
+    add_resume_options(parser, minutes)
+
+
+def add_resume_options(parser: argparse.ArgumentParser, minutes: str) -> None:
+    """Add ``--minutes``, ``--resume`` and ``--any-commit``."""
+    parser.add_argument("--minutes", type=float, help=minutes)
+    parser.add_argument("--resume", action="store_true", help="skip what the file has of this commit and machine")
     parser.add_argument("--any-commit", action="store_true", help="with --resume: or of any other commit")
 
 
@@ -119,7 +124,7 @@ class Results:
     ) -> None:
         self._path, self._key = path, key
         earlier = read_runs(path) if path else []
-        counting = [old for old in earlier if resume and _same(old["run"], run, any_commit)]
+        counting = [old for old in earlier if resume and same_run(old["run"], run, any_commit)]
         self._rows = {_key_of(row, key): row for old in counting for row in old["rows"]}
         self._earlier = [format_run(old["run"], old["settings"], map(json.dumps, old["rows"])) for old in earlier]
         self._run, self._settings, self._lines = run, settings, list[str]()
@@ -156,7 +161,8 @@ def format_file(runs: Iterable[str]) -> str:
     return '{"runs": [\n' + ",\n".join(runs) + "\n]}\n"
 
 
-def _same(old: Row, new: Row, any_commit: bool) -> bool:
+def same_run(old: Row, new: Row, any_commit: bool) -> bool:
+    """Whether what an old run measured counts as measured for a new one (`describe_run`)."""
     commits = any_commit or (old["commit"] == new["commit"] != UNKNOWN)
     return commits and old["machine"] == new["machine"]
 

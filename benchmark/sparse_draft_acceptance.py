@@ -15,7 +15,8 @@ import json
 import os
 from typing import Any
 
-from demo_questions import QUESTIONS, add_options, make_prompts, start_engine, write_result
+from demo_questions import QUESTIONS, add_options, longest, make_prompts, write_result
+from real_engine import start_engine
 
 from dustin_sglang.config import SPARSE_DRAFT_MODES
 
@@ -23,7 +24,7 @@ from dustin_sglang.config import SPARSE_DRAFT_MODES
 def measure(mode: str, prompts: list[list[int]], tokenizer: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Answer every prompt with one engine; a row a prompt."""
     os.environ |= {"DUSTIN_SPARSE_DRAFT": mode, "DUSTIN_BUDGET": str(args.budget)}
-    engine = start_engine(args, prompts)
+    engine = start_engine(args, longest(prompts, args))
     sampling = dict(temperature=0, max_new_tokens=args.new_tokens, ignore_eos=True)
     try:
         rows = []

@@ -1,0 +1,139 @@
+"""From answers to rows: scores beside dense on the same items, accept length, drift, and their intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from generation_answers import DENSE, Answer, Answers, Setting
+from generation_items import Item
+from generation_metrics import score
+from generation_ruler import TASKS as RULER_TASKS
+from quality_statistics import Bootstrap
+from results import Row
+
+from dustin_sglang.selection.policies import POLICIES
+
+KEY = ("model", "draft", "task", "context", "k", "policy", "groups", "profile", "rectify_interval", "steps", "topk")
+AVERAGE = "ruler"  # name of the row that averages RULER's tasks
+_SCORE, _DENSE, _TOKENS, _VERIFICATIONS, _DENSE_TOKENS, _DENSE_VERIFICATIONS = range(6)
+
+
+def make_rows(items: Sequence[Item], answers: Answers, seed: int) -> Iterator[tuple[int, Row]]:
+    """Rows of every setting, task and context that has answers, each with the number of its run.
+
+    A setting is compared with dense on the items that both have answered; if dense answered none, what compares is
+    null.
+    A row's run is the newest that gave one of its answers.
+    """
+    dense = answers.of(DENSE)
+    for name in answers.settings():
+        found = answers.of(name)
+        groups: dict[tuple[str, int], list[Item]] = {}
+        for item in items:
+            if item.id in found and (item.id in dense or not dense):
+                groups.setdefault((item.task, item.context), []).append(item)
+        tables = {place: _table(some, found, dense) for place, some in groups.items()}
+        for (task, context), some in groups.items():
+            run = max(found[item.id][0] for item in some)
+            fields = summarise([tables[task, context]], seed)
+            drift = _drift([found[item.id][1] for item in some])
+            yield run, _key(answers, name, run, task, context) | fields | drift
+        for context in dict.fromkeys(context for _, context in groups):
+            parts = {task: tables[task, where] for task, where in tables if where == context and task in RULER_TASKS}
+            if len(parts) > 1:
+                run = max(found[item.id][0] for task in parts for item in groups[task, context])
+                row = _key(answers, name, run, AVERAGE, context) | summarise(list(parts.values()), seed)
+                yield run, row | dict(tasks=list(parts))
+
+
+def _table(
+    items: Sequence[Item], found: Mapping[str, tuple[int, Answer]], dense: Mapping[str, tuple[int, Answer]]
+) -> np.ndarray:
+    """Values ``[items, 6]``, NaN where there are none."""
+    rows = []
+    for item in items:
+        pair = [found[item.id][1], dense[item.id][1] if item.id in dense else None]
+        scores = [None if answer is None else score(item, answer.text) for answer in pair]
+        counts = [n for a in pair for n in ((len(a.ids), a.verifications) if a else (None, None))]
+        rows.append([np.nan if value is None else value for value in (*scores, *counts)])
+    return np.array(rows, dtype=float)
+
+
+def summarise(tables: Sequence[np.ndarray], seed: int) -> Row:
+    """Fields of a row from the values ``[items, 6]`` of each task; tasks count alike, their items are drawn apart.
+
+    Scores are 0 to 100; `dense_minus_score` is paired by item. Accept length is tokens over verifications.
+    """
+    draws = [Bootstrap([1] * len(table), seed + stratum) for stratum, table in enumerate(tables)]
+    means = np.mean([draw.means(list(table[:, None])) for draw, table in zip(draws, tables)], axis=0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = dict(
+            score=means[:, _SCORE],
+            dense_score=means[:, _DENSE],
+            dense_minus_score=means[:, _DENSE] - means[:, _SCORE],
+            accept_length=means[:, _TOKENS] / means[:, _VERIFICATIONS],
+            dense_accept_length=means[:, _DENSE_TOKENS] / means[:, _DENSE_VERIFICATIONS],
+        )
+    known = {name: value if np.isfinite(value).all() else None for name, value in values.items()}
+    fields: dict[str, Any] = dict(n=sum(map(len, tables)))
+    fields |= {name: None if value is None else round(float(value[0]), 4) for name, value in known.items()}
+    fields["new_tokens"] = round(float(means[0, _TOKENS]), 1)
+    fields["ci"] = {name: None if value is None else draws[0].interval(value) for name, value in known.items()}
+    return fields
+
+
+def _drift(answers: Sequence[Answer]) -> Row:
+    """Means over judged answers, a value a bucket of tokens; nothing where none was judged."""
+    judged = [answer for answer in answers if answer.agreement and answer.logprob]
+    if not judged:
+        return {}
+    shortest = min(len(answer.agreement or ()) for answer in judged)
+    columns = {
+        name: np.mean([getattr(answer, name)[:shortest] for answer in judged], axis=0).round(4).tolist()
+        for name in ("agreement", "logprob")
+    }
+    return {f"{name}_by_256": values for name, values in columns.items()} | dict(judged=len(judged))
+
+
+def _key(answers: Answers, name: str, run: int, task: str, context: int) -> Row:
+    setting, settings = Setting.parse(name), answers.runs[run]["settings"]
+    policy = POLICIES[setting.policy]
+    return dict(
+        model=Path(settings["target"]).name,
+        draft=Path(settings["draft"]).name,
+        task=task,
+        context=context,
+        k=setting.k,
+        policy=setting.policy,
+        groups=1,
+        profile=settings["profile"] if policy.uses_lookahead or policy.uses_history else None,
+        rectify_interval=setting.interval,
+        steps=settings["steps"],
+        topk=settings["topk"],
+    )
+
+
+def render(rows: Sequence[Row]) -> str:
+    """A table of each task and context: score, dense minus score with its interval, and accept length."""
+    lines = []
+    for task, context in dict.fromkeys((row["task"], row["context"]) for row in rows):
+        lines.append(f"\n{task}, {context} tokens")
+        lines.append(f"{'':<24}{'n':>5}{'score':>9}{'dense - score [95%]':>30}{'accept length':>15}")
+        for row in rows:
+            if (row["task"], row["context"]) == (task, context):
+                lines.append(_line(row))
+    return "\n".join(lines)
+
+
+def _line(row: Row) -> str:
+    name = str(Setting(row["policy"], row["k"], row["rectify_interval"]))
+    score, less, accept = (
+        "" if row[field] is None else f"{row[field]:.2f}" for field in ("score", "dense_minus_score", "accept_length")
+    )
+    low_high = row["ci"]["dense_minus_score"]
+    less += "" if low_high is None else f" [{low_high[0]:.2f}, {low_high[1]:.2f}]"
+    drift = f"  agreement {row['agreement_by_256']}" if "agreement_by_256" in row else ""
+    return f"{name:<24}{row['n']:>5}{score:>9}{less:>30}{accept:>15}{drift}"
