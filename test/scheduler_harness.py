@@ -107,8 +107,10 @@ class Engine:
         """The KV slot allocator."""
         return self.scheduler.token_to_kv_pool_allocator
 
-    def add(self, rid: str, input_ids: list[int], new_tokens: int, **sampling: Any) -> None:
-        """Queue a greedy request."""
+    def add(
+        self, rid: str, input_ids: list[int], new_tokens: int, priority: int | None = None, **sampling: Any
+    ) -> None:
+        """Queue a greedy request; `priority` is SGLang's, for launches with ``enable_priority_scheduling``."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -128,6 +130,7 @@ class Engine:
             top_logprobs_num=0,
             token_ids_logprob=None,
             stream=False,
+            priority=priority,
         )
         self.scheduler.process_input_requests([request])
         queued = self.scheduler.waiting_queue
