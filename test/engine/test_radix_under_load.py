@@ -34,9 +34,9 @@ def lengths(engine: Engine, rids: list[str]) -> list[int]:
 
 def chunked_prefill(engine: Engine, seen: Paths) -> None:
     """Prompts in chunks beside a sparse request with the same prefix; one of them is given up half-way."""
-    engine.add("decodes", PREFIX + tokens(60, seed=2), 40)
+    engine.add("decodes", PREFIX + tokens(100, seed=2), 40)
     drive(engine, seen, 8)
-    engine.add("enters", PREFIX + tokens(150, seed=3), 20)
+    engine.add("enters", PREFIX + tokens(175, seed=3), 20)
     engine.add("leaves", PREFIX + tokens(200, seed=4), 20)
     chunks: Counter[str] = Counter()
     while engine.busy:
@@ -72,7 +72,7 @@ def eviction(engine: Engine, seen: Paths) -> None:
     engine.tree.evict = recorded
     for turn in range(2):
         for i in range(6):
-            engine.add(f"{i} {turn}", tokens(150, seed=20 + i), 16)
+            engine.add(f"{i} {turn}", tokens(182, seed=20 + i), 16)
             if i % 2:  # two at a time
                 drive(engine, seen)
     assert sum(evicted) > 6 * 100
@@ -95,7 +95,7 @@ def priorities(engine: Engine, seen: Paths) -> None:
 def aborts(engine: Engine, seen: Paths) -> None:
     """One request is aborted while it waits, one in sparse decoding; the third goes on."""
     for i in range(3):
-        engine.add(str(i), PREFIX + tokens(60, seed=40 + i), 30)
+        engine.add(str(i), PREFIX + tokens(110, seed=40 + i), 30)
     abort(engine, "0")
     drive(engine, seen, 10)
     abort(engine, "1")
