@@ -39,7 +39,7 @@ def test_dense_budget_gives_dense_tokens(
 ) -> None:
     """Trees, pages and ragged runs.
 
-    SGLang #13352: sizes of hidden states and embeddings in a tree's draft extend; SGLang #13741 and PR #13826,
+    SGLang #13741 and PR #13826,
     sglang-jax #1147: slots lost by every request at larger pages; arXiv 2510.22876: ragged runs in one batch.
     """
     # Several concurrent requests, a prefill in chunks, and everything once more over the radix cache.
@@ -49,6 +49,16 @@ def test_dense_budget_gives_dense_tokens(
     assert result["again"] == list(dense.values())
     assert result["cached"]["200"] >= 180 and result["leaked"] == 0
     assert result["steps"] < 2 * (NEW_TOKENS + 15), "no draft was ever accepted"
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_tree_of_four_branches_gives_dense_tokens(
+    models: dict[str, str], dense: dict[str, list[int]], kind: str
+) -> None:
+    """SGLang #13352: at topk 4, hidden states and embeddings of the draft extend differ in size."""
+    wide = dict(speculative_num_steps=3, speculative_eagle_topk=4, speculative_num_draft_tokens=8)
+    result = in_child(generate, dustin(models, kind, **wide), PROMPTS, NEW_TOKENS, env={"DUSTIN_BUDGET": "4096"})
+    assert result["first"] == dense and result["leaked"] == 0
 
 
 @pytest.mark.parametrize(

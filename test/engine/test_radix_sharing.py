@@ -73,11 +73,44 @@ def test_shared_mode_reuses_everything(models: dict[str, str]) -> None:
     assert result["cached"] == len(FIRST) + REPLY - 2 and result["leaked"] == 0
 
 
-def test_it_works_without_a_radix_cache(models: dict[str, str]) -> None:
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_it_works_without_a_radix_cache(models: dict[str, str], page_size: int) -> None:
     env = {"DUSTIN_BUDGET": "80"}
-    result = in_child(two_turns, dustin(models, disable_radix_cache=True), env=env)
+    arguments = dustin(models, disable_radix_cache=True, page_size=page_size, chunked_prefill_size=64)
+    result = in_child(two_turns, arguments, env=env)
     assert result["cached"] == 0 and result["leaked"] == 0
     assert result["reply"] == in_child(alone, dustin(models), result["second"], REPLY, env=env)
+
+
+def flushed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A flush that is asked for while a request runs, and one afterwards."""
+    engine = Engine(**arguments)
+    engine.add("first", FIRST, REPLY)
+    for _ in range(6):
+        engine.step()
+    refused = not engine.scheduler.flush_cache()
+    engine.run()
+    done = engine.scheduler.flush_cache()
+    held, free = engine.tree.total_size(), engine.allocator.available_size()
+    again = engine.generate({"again": FIRST}, REPLY)["again"]
+    return dict(
+        refused=refused,
+        done=done,
+        held=held,
+        lost=engine.scheduler.max_total_num_tokens - free,
+        cached=engine.request("again").cached_tokens,
+        answers=(engine.output("first"), again),
+        leaked=engine.leaked(),
+    )
+
+
+@pytest.mark.parametrize("rectify", ["0", "8"])
+def test_a_flush_forgets_everything_but_what_is_running(models: dict[str, str], rectify: str) -> None:
+    env = {"DUSTIN_BUDGET": "80", "DUSTIN_RECTIFY_INTERVAL": rectify}
+    result = in_child(flushed, dustin(models), env=env)
+    assert result["refused"] and result["done"]
+    assert result["held"] == result["lost"] == result["cached"] == result["leaked"] == 0
+    assert len(result["answers"][0]) == REPLY and result["answers"][0] == result["answers"][1]
 
 
 def shared_prefix(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -128,8 +161,11 @@ def test_retracted_requests_come_back_right(models: dict[str, str], page_size: i
     assert result["answers"][rid] == in_child(alone, roomy, result["prompts"][rid], 100, env={"DUSTIN_BUDGET": "4096"})
 
 
-def test_sparse_requests_survive_retraction_without_a_leak(models: dict[str, str]) -> None:
-    arguments = dustin(models, max_total_tokens=704, schedule_conservativeness=0.1)
+@pytest.mark.parametrize("disable_radix_cache", [False, True])
+def test_sparse_requests_survive_retraction_without_a_leak(models: dict[str, str], disable_radix_cache: bool) -> None:
+    arguments = dustin(
+        models, max_total_tokens=704, schedule_conservativeness=0.1, disable_radix_cache=disable_radix_cache
+    )
     result = in_child(under_pressure, arguments, env={"DUSTIN_BUDGET": "100"})
     assert result["retracted"] and result["leaked"] == 0
     assert all(len(answer) == 100 for answer in result["answers"].values())

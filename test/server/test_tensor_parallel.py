@@ -7,10 +7,12 @@ a test on a CPU can show, and not measured yet (README.md, "Refused at start-up"
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 SCRIPT = """
 import sys
@@ -29,22 +31,60 @@ if __name__ == '__main__':
 """
 
 
-def run(script: Path, target: str, size: int) -> list[str]:
+# A plugin of SGLang, found by its metadata, that writes each rank's lists to a file of its own.
+SPY = """
+import json, os
+from dustin_sglang.selection.selector import Selector
+
+def register():
+    select = Selector.select
+
+    def recorded(self, context, seq_lens, **options):
+        selection = select(self, context, seq_lens, **options)
+        with open(os.path.join(os.environ["LISTS"], str(os.getpid())), "a") as file:
+            for seq_len, listed in zip(seq_lens, selection.positions.tolist(), strict=True):
+                file.write(json.dumps([seq_len, listed]) + "\\n")
+        return selection
+
+    Selector.select = recorded
+"""
+
+
+def write_spy(folder: Path) -> None:
+    info = folder / "spy-0.dist-info"
+    info.mkdir()
+    (folder / "spy.py").write_text(SPY)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: spy\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nspy = spy:register\n")
+
+
+def run(folder: Path, target: str, size: int) -> tuple[list[str], list[list[Any]]]:
+    """Tokens of two requests, and the lists that each rank chose for them."""
     # A whole-model draft with the target's head counts, which two ranks divide.
     binding = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if size == 2 else {}
+    lists = folder / f"lists-{size}"
+    lists.mkdir()
+    environment = os.environ | {"DUSTIN_BUDGET": "60", "DUSTIN_WINDOW": "16", "OMP_NUM_THREADS": "1"} | binding
+    environment |= {"LISTS": str(lists), "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
     done = subprocess.run(
-        [sys.executable, str(script), target, target, str(size)],
+        [sys.executable, str(folder / "engine.py"), target, target, str(size)],
         capture_output=True,
         text=True,
         timeout=240,
-        env=os.environ | {"DUSTIN_BUDGET": "60", "DUSTIN_WINDOW": "16", "OMP_NUM_THREADS": "1"} | binding,
+        env=environment,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("TOKENS")]
     assert len(lines) == 2, done.stderr[-3000:]
-    return lines
+    chosen = [[json.loads(line) for line in file.read_text().splitlines()] for file in lists.iterdir()]
+    assert len(chosen) == size
+    return lines, chosen
 
 
-def test_two_ranks_give_the_tokens_of_one(tiny: dict[str, str], tmp_path: Path) -> None:
-    script = tmp_path / "engine.py"
-    script.write_text(SCRIPT)
-    assert run(script, tiny["target"], 2) == run(script, tiny["target"], 1)
+def test_two_ranks_choose_the_lists_and_give_the_tokens_of_one(tiny: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "engine.py").write_text(SCRIPT)
+    write_spy(tmp_path)
+    tokens, (first, second) = run(tmp_path, tiny["target"], 2)
+    expected_tokens, (expected,) = run(tmp_path, tiny["target"], 1)
+    assert first == second and len(first) > 20
+    assert sorted(first) == sorted(expected), "in whatever batches they were chosen"
+    assert tokens == expected_tokens

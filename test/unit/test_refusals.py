@@ -158,6 +158,7 @@ def edited(source: str, folder: Path, **changes: Any) -> str:
     [
         ("draft", {"vocab_size": 999}, "vocabulary of 999 tokens is not the target's"),
         ("draft", {"max_position_embeddings": 64}, "context of 64 tokens is shorter.*--context-length 64"),
+        ("eagle3", {"max_position_embeddings": 64}, "context of 64 tokens is shorter.*--context-length 64"),
         ("draft", {"architectures": ["LlamaForCausalLMNextN"]}, "multi-token-prediction drafts are not supported"),
         ("eagle", {"hidden_size": 128}, "hidden states of 128, but the target's have 64.*trained for this target"),
         ("eagle3", {"target_hidden_size": 96}, "hidden states of 96, but the target's have 64"),
