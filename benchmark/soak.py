@@ -109,7 +109,7 @@ def soak(server: Server, traffic: Traffic, end: float) -> Row:
 
 def by_minute(tokens: Sequence[tuple[float, int]], start: float, end: float, minute: float = MINUTE) -> list[float]:
     """Return tokens a second of each whole minute from `start` to `end`."""
-    totals = [0] * int((end - start) / minute)
+    totals = [0] * int((end - start + 1) / minute)  # a second short of a minute is one
     for when, count in tokens:
         index = int((when - start) / minute)
         if index < len(totals):

@@ -72,10 +72,9 @@ def test_ten_minutes_without_a_leak_a_wrong_answer_or_a_slowdown(
         row = dict(pair=f"tiny, {name}") | soak.soak(server, traffic, time.monotonic() + SECONDS * share)
     print(f"\n{row}")
     if JSON:
-        settings = vars(args) | dict(
-            server=extra, target=str(TARGET), model="tiny random", draft="tiny random", json=JSON
-        )
+        given = {option: value for option, value in vars(args).items() if option not in ("json", "seconds")}
+        settings = given | dict(server=extra, target=str(TARGET), model="tiny random", draft="tiny random")
         Results(Path(JSON), ("pair",), settings, describe_run()).add(row)
     assert not soak.faults(row), row
-    assert row["exact"] and row["aborts"] and row["evicted_tokens"] and row["retractions"]
+    assert row["exact"] and row["evicted_tokens"] and row["retractions"], row
     assert row["host_memory_growth_mib"] < 200
