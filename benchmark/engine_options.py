@@ -41,6 +41,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layer-groups", type=int, default=1, help="DUSTIN_LAYER_GROUPS")
     parser.add_argument("--mass", type=float, default=1.0, help="DUSTIN_MASS")
     parser.add_argument("--sparse-draft", default="all", choices=["all", "unscored"], help="DUSTIN_SPARSE_DRAFT")
+    parser.add_argument("--memory", type=float, default=0.85, help="SGLang's mem_fraction_static")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
 
 
@@ -66,7 +67,7 @@ def options(method: str, models: Models, args: argparse.Namespace, batch: int, c
         cuda_graph_max_bs_decode=batch,
         max_running_requests=batch,
         context_length=context,
-        mem_fraction_static=0.85,
+        mem_fraction_static=args.memory,
         chunked_prefill_size=16384,
         tp_size=args.tp,
         log_level="warning",
