@@ -89,6 +89,20 @@ def test_each_group_lists_what_its_own_layer_looks_at(policy: str) -> None:
             assert (ahead_liked in row) == (policy != "history")
 
 
+def test_groups_that_read_unequal_numbers_of_kv_heads_are_scored_alike() -> None:
+    """The second of three layers has two KV heads' queries, the others one's: one call cannot score them together."""
+    heads, parts = Heads(((1, (0,)), (3, (0, 1)), (5, (1,)))), (slice(0, 1), slice(1, 3), slice(3, 4))
+    generator = torch.Generator().manual_seed(0)
+    pools = [torch.randn(200, 2, DIM, generator=generator) for _ in range(3)]
+    store = store_of(heads)
+    store.kept[:2] = torch.randn(2, 4, DIM, generator=generator)
+    scores = Signal(store, pools, (0, 0, 1, 1), 1.0, shift=0, parts=parts).score(batch())
+    for part, layer, kv_heads, found in zip(parts, range(3), ((0,), (0, 1), (1,)), scores, strict=True):
+        alone = store_of(Heads((heads.by_layer[layer],)))
+        alone.kept[:2] = store.kept[:2, part]
+        torch.testing.assert_close(found, Signal(alone, [pools[layer]], kv_heads, 1.0, shift=0).score(batch())[0])
+
+
 def test_a_rank_without_heads_of_a_group_adds_nothing_to_its_score() -> None:
     heads = Heads(((1, (0,)),))
     signal = Signal(store_of(heads), [keys_of(LIKES[1])], (0,), 1.0, shift=0, parts=(slice(0, 0), slice(0, 1)))
