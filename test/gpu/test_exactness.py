@@ -80,6 +80,9 @@ def test_dense_speculation_agrees_with_none(dense: list[dict[str, Any]]) -> None
         ("no graphs", {"disable_cuda_graph": True}),
         ("no overlap", {"disable_overlap_schedule": True}),
         ("page size 16", {"page_size": 16}),
+        ("two groups of layers", {"env": EXACT | {"DUSTIN_LAYER_GROUPS": "2"}}),
+        ("four groups, FlashInfer", {"env": EXACT | {"DUSTIN_LAYER_GROUPS": "4", "DUSTIN_ATTENTION": "flashinfer"}}),
+        ("half of the mass", {"env": EXACT | {"DUSTIN_MASS": "0.5", "DUSTIN_LAYER_GROUPS": "2"}}),
         ("FlashInfer", {"env": EXACT | {"DUSTIN_ATTENTION": "flashinfer"}}),
         ("FlashInfer, no graphs", {"env": EXACT | {"DUSTIN_ATTENTION": "flashinfer"}, "disable_cuda_graph": True}),
     ],
@@ -115,6 +118,25 @@ def test_a_sparsely_drafted_tree_of_pages_agrees_with_the_chain(dense: list[dict
     check("sparse draft, tree", got, dense)
     dense_length = sum(d["accept_length"] for d in dense)
     assert sum(g["accept_length"] for g in got) > dense_length - SAME_DRAFTS * len(dense), "two branches find no fewer"
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"DUSTIN_LAYER_GROUPS": "4"},
+        {"DUSTIN_LAYER_GROUPS": "4", "DUSTIN_ATTENTION": "flashinfer"},
+        {"DUSTIN_LAYER_GROUPS": "2", "DUSTIN_POLICY": "hybrid-depth"},
+        {"DUSTIN_MASS": "0.8", "DUSTIN_LAYER_GROUPS": "2", "DUSTIN_SPARSE_DRAFT": "all"},
+    ],
+    ids=lambda env: " ".join(f"{name[7:].lower()} {value}" for name, value in env.items()),
+)
+def test_sparse_runs_of_groups_and_ending_lists_are_alike_with_graphs_and_without(env: dict[str, str]) -> None:
+    runs = []
+    for kwargs in ({}, {"disable_cuda_graph": True}):
+        with engines.engine("dustin", env={"DUSTIN_BUDGET": "512"} | env, **kwargs) as running:
+            runs.append(engines.greedy(running, prompts(), NEW_TOKENS))
+    check("graphs against none", *runs)
+    assert all(g["accept_length"] > 1 for g in runs[0])
 
 
 def test_sparse_run_at_6k(dense: list[dict[str, Any]]) -> None:
