@@ -130,13 +130,15 @@ def test_a_sparsely_drafted_tree_of_pages_agrees_with_the_chain(dense: list[dict
     ],
     ids=lambda env: " ".join(f"{name[7:].lower()} {value}" for name, value in env.items()),
 )
-def test_sparse_runs_of_groups_and_ending_lists_are_alike_with_graphs_and_without(env: dict[str, str]) -> None:
-    runs = []
-    for kwargs in ({}, {"disable_cuda_graph": True}):
-        with engines.engine("dustin", env={"DUSTIN_BUDGET": "512"} | env, **kwargs) as running:
-            runs.append(engines.greedy(running, prompts(), NEW_TOKENS))
-    check("graphs against none", *runs)
-    assert all(g["accept_length"] > 1 for g in runs[0])
+@pytest.mark.parametrize("kwargs", [{}, {"disable_cuda_graph": True}], ids=["graphs", "no graphs"])
+def test_requests_within_the_budget_are_exact_beside_lists_of_groups_and_ending_lists(
+    env: dict[str, str], kwargs: dict[str, Any], dense: list[dict[str, Any]]
+) -> None:
+    with engines.engine("dustin", env={"DUSTIN_BUDGET": "512"} | env, **kwargs) as running:
+        got = engines.greedy(running, prompts(), NEW_TOKENS)
+    short = [i for i, p in enumerate(prompts()) if len(p) + NEW_TOKENS <= 512]
+    check(str(env), [got[i] for i in short], [dense[i] for i in short])
+    assert all(len(g["ids"]) == NEW_TOKENS and g["accept_length"] > 1 for g in got)
 
 
 def test_sparse_run_at_6k(dense: list[dict[str, Any]]) -> None:

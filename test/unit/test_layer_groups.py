@@ -120,6 +120,6 @@ def test_the_start_up_line_names_groups_their_layers_and_the_mass() -> None:
     wiring = Wiring(selector, None, None, profile, history, "standalone", None)  # type: ignore[arg-type]
     assert wiring.describe(config).startswith(
         "dustin: policy hybrid, verification reads 123 to 512 positions (68 protected, 222 lookahead, 222 history), "
-        "up to 0.9 of the estimated mass, in each of 2 groups of layers; profile auto (draft layers 3,4,5: 12 heads, target "
-        "layer 2,4: 8 heads)"
+        "up to 0.9 of the estimated mass, in each of 2 groups of layers; profile auto (draft layers 3,4,5: 12 heads, "
+        "target layer 2,4: 8 heads)"
     )
