@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from pools import Workload
@@ -92,9 +92,10 @@ class SelectionChain:
     def __init__(self, work: Workload, lookahead: str, k: int, kv_indices: Tensor) -> None:
         cell, groups = work.cell, len(kv_indices)
         self._work, self._k, self._kv_indices = work, k, kv_indices
-        self.lookahead_heads, self.history_heads = scored_heads(lookahead, cell.target, cell.draft)
+        self.lookahead_heads, one = scored_heads(lookahead, cell.target, cell.draft)
+        self.history_heads = replace(one, layers=groups)
         self._lookahead_q = _pick(work.lookahead_queries, self.lookahead_heads)
-        self._history_q = _pick(work.history_queries, self.history_heads)
+        self._history_q = _pick(work.history_queries, one).repeat(1, 1, groups, 1)
         self._lookahead = torch.empty(cell.batch, cell.context, device=work.device)
         self._history = torch.empty(groups, cell.batch, cell.context, device=work.device)
         self._positions = torch.empty(groups * cell.batch, k, dtype=torch.int32, device=work.device)
@@ -103,20 +104,19 @@ class SelectionChain:
     def score_lookahead(self) -> Tensor:
         """Score by the draft; its cache is one position behind."""
         keys = self._work.draft_keys[: self.lookahead_heads.layers]
-        return self._score(self._lookahead_q, keys, self.lookahead_heads, 1, self._lookahead)
+        return self._score(self._lookahead_q, keys, self.lookahead_heads, 1, self._lookahead, 1)
 
-    def score_history(self) -> None:
+    def score_history(self) -> Tensor:
         """Score by the target, for each group by the layer at two thirds of its depth."""
         pools, groups = self._work.keys, len(self._history)
-        for group, out in enumerate(self._history):
-            keys = pools[len(pools) * (3 * group + 2) // (3 * groups)]
-            self._score(self._history_q, [keys], self.history_heads, 0, out)
+        keys = [pools[len(pools) * (3 * group + 2) // (3 * groups)] for group in range(groups)]
+        return self._score(self._history_q, keys, self.history_heads, 0, self._history.flatten(0, 1), groups)
 
-    def _score(self, q: Tensor, keys: list[Tensor], heads: ScoredHeads, shift: int, out: Tensor) -> Tensor:
+    def _score(self, q: Tensor, keys: list[Tensor], heads: ScoredHeads, shift: int, out: Tensor, parts: int) -> Tensor:
         work = self._work
         return score_positions(
             q, keys, heads.layer_of_head, heads.kv_heads, work.req_to_token, work.req_pool_indices, work.seq_lens,
-            heads.shape.head_dim**-0.5, max_len=work.cell.context, shift=shift, out=out,
+            heads.shape.head_dim**-0.5, max_len=work.cell.context, shift=shift, parts=parts, out=out,
         )  # fmt: skip
 
     def select(self) -> Tensor:

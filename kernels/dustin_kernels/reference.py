@@ -54,11 +54,12 @@ def score_positions(
     *,
     max_len: int,
     shift: int = 0,
+    parts: int = 1,
     out: Tensor | None = None,
 ) -> Tensor:
     """Reference of `dustin_kernels.score_positions`."""
     if out is None:
-        out = torch.empty(q.shape[0], max_len, dtype=torch.float32, device=q.device)
+        out = torch.empty(parts * q.shape[0], max_len, dtype=torch.float32, device=q.device)
     out.zero_()
     groups: dict[tuple[int, int], list[int]] = {}
     for head, group in enumerate(zip(layer_of_head, kv_head_of_head)):
@@ -69,12 +70,12 @@ def score_positions(
         if n <= shift:
             continue
         slots = req_to_token[pool_index, :n].long()
-        total = torch.zeros(n, dtype=torch.float32, device=q.device)
-        for (layer, kv_head), heads in groups.items():
+        totals = torch.zeros(parts, n, dtype=torch.float32, device=q.device)
+        for index, ((layer, kv_head), heads) in enumerate(sorted(groups.items())):
             keys = k_cache[layer][slots, kv_head].float()
             logits = q[b, :, heads].float().flatten(0, 1) @ keys.T * sm_scale
-            total += torch.softmax(logits, dim=-1).sum(0)
-        out[b, shift:n] = total[: n - shift]
+            totals[index * parts // len(groups)] += torch.softmax(logits, dim=-1).sum(0)
+        out.unflatten(0, (parts, q.shape[0]))[:, b, shift:n] = totals[:, : n - shift]
     return out
 
 

@@ -104,6 +104,7 @@ def _check(
     seq_lens: Tensor,
     max_len: int,
     shift: int,
+    parts: int,
     out: Tensor | None,
 ) -> None:
     device = q.device
@@ -134,8 +135,10 @@ def _check(
         raise ValueError(f"max_len is {max_len}; it must be at least 0")
     if shift < 0:
         raise ValueError(f"shift is {shift}; it must be at least 0")
+    if parts < 1 or len(set(zip(layer_of_head, kv_head_of_head))) % parts:
+        raise ValueError(f"parts is {parts}; it must be at least 1 and divide the number of pairs of layer and KV head")
     if out is not None:
-        check_tensor("out", out, [bs, max_len], [torch.float32], device)
+        check_tensor("out", out, [parts * bs, max_len], [torch.float32], device)
 
 
 def score_positions(
@@ -150,6 +153,7 @@ def score_positions(
     *,
     max_len: int,
     shift: int = 0,
+    parts: int = 1,
     out: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -180,15 +184,19 @@ def score_positions(
     shift
         Slot j speaks for position j + shift: 1 for a draft model, whose cache is one position behind. The first `shift`
         positions get 0, and what would land at seq_len or beyond is dropped.
+    parts
+        Scores of a request: the pairs of layer and KV head that are read, in ascending order, fall into so many parts
+        of equal number, and each part's heads are summed by themselves, with the bits of a call of their own.
     out
-        Result buffer, float32 [bs, max_len], overwritten everywhere.
+        Result buffer, float32 [parts * bs, max_len], overwritten everywhere.
     backend
         "auto" runs the kernel on CUDA tensors and the reference on others.
 
     Returns
     -------
     Tensor
-        Scores, float32 [bs, max_len], 0 from seq_len on. Each row sums to rows * heads when `shift` is 0.
+        Scores, float32 [parts * bs, max_len], part by part, 0 from seq_len on. Each row sums to rows * heads (of the
+        part) when `shift` is 0.
 
     Raises
     ------
@@ -198,23 +206,25 @@ def score_positions(
     RuntimeError
         `backend` is "triton" and the tensors are neither on a GPU nor interpreted.
     """
-    _check(q, k_cache, layer_of_head, kv_head_of_head, req_to_token, req_pool_indices, seq_lens, max_len, shift, out)
+    _check(
+        q, k_cache, layer_of_head, kv_head_of_head, req_to_token, req_pool_indices, seq_lens, max_len, shift, parts, out
+    )  # fmt: skip
     if not use_triton(backend, q.device):
         return reference.score_positions(
             q, k_cache, layer_of_head, kv_head_of_head, req_to_token, req_pool_indices, seq_lens, sm_scale,
-            max_len=max_len, shift=shift, out=out,
+            max_len=max_len, shift=shift, parts=parts, out=out,
         )  # fmt: skip
     bs, num_rows, _, head_dim = q.shape
     if head_dim not in (16, 32, 64, 128, 256):
         raise ValueError(f"head_dim is {head_dim}; the kernel takes powers of two from 16 to 256")
     if out is None:
-        out = torch.empty(bs, max_len, dtype=torch.float32, device=q.device)
+        out = torch.empty(parts * bs, max_len, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out
 
     _launch(
         q, k_cache, _group_heads(tuple(layer_of_head), tuple(kv_head_of_head), q.device), req_to_token,
-        req_pool_indices, seq_lens, sm_scale * math.log2(math.e), max_len, shift, out,
+        req_pool_indices, seq_lens, sm_scale * math.log2(math.e), max_len, shift, parts, out,
     )  # fmt: skip
     return out
 
@@ -229,6 +239,7 @@ def _launch(
     scale: float,
     max_len: int,
     shift: int,
+    parts: int,
     out: Tensor,
 ) -> None:
     """Launch both; numbers of warps, stages and positions a program are from a sweep on an H200."""
@@ -262,16 +273,16 @@ def _launch(
         )  # fmt: skip
     if store:
         block = 256
-        sum_stored_kernel[(triton.cdiv(max_len, block), bs)](
+        sum_stored_kernel[(triton.cdiv(max_len, block), bs, parts)](
             logits, seq_lens, row_max, row_weight, out, limit, max_len, chunks, shift, out.stride(0),
-            M=m, PADDED=tiles * tile, GROUPS=num_groups, CHUNK=_CHUNK, ROWS=16, BLOCK=block,
+            M=m, PADDED=tiles * tile, GROUPS=num_groups // parts, CHUNK=_CHUNK, ROWS=16, BLOCK=block,
             STAGES=2, num_warps=4,
         )  # fmt: skip
     else:
         block = max(16, block // 2)
-        sum_again_kernel[(triton.cdiv(max_len, block), bs)](
+        sum_again_kernel[(triton.cdiv(max_len, block), bs, parts)](
             queries, k_cache[0], located, req_to_token, req_pool_indices, seq_lens, row_max, row_weight, out,
             scale, limit, max_len, shift, req_to_token.stride(0), out.stride(0),
-            TILE=tile, TILES=tiles, GROUPS=num_groups, D=head_dim, BLOCK=block, ALIGN=align,
+            TILE=tile, TILES=tiles, GROUPS=num_groups // parts, D=head_dim, BLOCK=block, ALIGN=align,
             STAGES=2, num_warps=4,
         )  # fmt: skip

@@ -118,12 +118,13 @@ def sum_again_kernel(
     TILE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sum the weights of all rows, from K."""
+    """Sum the weights of all rows of a part of the groups, from K; GROUPS is a part's."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
+    part = tl.program_id(2)
     length = tl.minimum(tl.load(seq_lens_ptr + batch).to(tl.int32), limit)
     targets = block * BLOCK + tl.arange(0, BLOCK)
-    out_ptr += batch * out_row
+    out_ptr += (part * tl.num_programs(1) + batch) * out_row
     if block * BLOCK >= length:
         tl.store(out_ptr + targets, tl.zeros([BLOCK], tl.float32), mask=targets < max_len)
         return
@@ -132,9 +133,11 @@ def sum_again_kernel(
     request = tl.load(req_pool_indices_ptr + batch).to(tl.int64)
     slots = tl.load(req_to_token_ptr + request * token_row + positions, mask=inside, other=0).to(tl.int64)
     rows, dims = tl.arange(0, TILE), tl.arange(0, D)
-    queries_ptr += batch * GROUPS * TILES * TILE * D
-    row_max_ptr += batch * GROUPS * TILES * TILE
-    row_weight_ptr += batch * GROUPS * TILES * TILE
+    first = (batch * tl.num_programs(2) + part) * GROUPS
+    queries_ptr += first * TILES * TILE * D
+    row_max_ptr += first * TILES * TILE
+    row_weight_ptr += first * TILES * TILE
+    keys_ptr += 2 * part * GROUPS
     scores = tl.zeros([TILE, BLOCK], tl.float32)
     # Loaded a step ahead: only what feeds a product is kept in flight by the compiler.
     next_max, next_weight = tl.load(row_max_ptr + rows), tl.load(row_weight_ptr + rows)
@@ -159,23 +162,24 @@ def sum_stored_kernel(
     M: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sum the weights of all rows, from stored logits; PADDED is M rounded up to whole tiles."""
-    block, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Sum the weights of all rows of a part, from stored logits; PADDED is M rounded up to whole tiles."""
+    block, batch, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.minimum(tl.load(seq_lens_ptr + batch).to(tl.int32), limit)
     targets = block * BLOCK + tl.arange(0, BLOCK)
-    out_ptr += batch * out_row
+    out_ptr += (part * tl.num_programs(1) + batch) * out_row
     if block * BLOCK >= length:
         tl.store(out_ptr + targets, tl.zeros([BLOCK], tl.float32), mask=targets < max_len)
         return
     positions = targets - shift
     inside = (positions >= 0) & (targets < length)
+    first = (batch * tl.num_programs(2) + part) * GROUPS
     scores = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in tl.range(0, GROUPS * M, ROWS, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS)
         real = rows < GROUPS * M
-        row_logits = (batch * GROUPS * M + rows)[:, None] * chunks * CHUNK
+        row_logits = (first * M + rows)[:, None] * chunks * CHUNK
         logits = tl.load(logits_ptr + row_logits + positions[None, :], mask=inside[None, :] & real[:, None], other=0.0)
-        row = (batch * GROUPS + rows // M) * PADDED + rows % M
+        row = (first + rows // M) * PADDED + rows % M
         row_max = tl.load(row_max_ptr + row, mask=real, other=0.0)
         row_weight = tl.load(row_weight_ptr + row, mask=real, other=0.0)
         scores += tl.exp2(logits - row_max[:, None]) * row_weight[:, None]

@@ -80,6 +80,9 @@ def test_dense_speculation_agrees_with_none(dense: list[dict[str, Any]]) -> None
         ("no graphs", {"disable_cuda_graph": True}),
         ("no overlap", {"disable_overlap_schedule": True}),
         ("page size 16", {"page_size": 16}),
+        ("two groups of layers", {"env": EXACT | {"DUSTIN_LAYER_GROUPS": "2"}}),
+        ("four groups, FlashInfer", {"env": EXACT | {"DUSTIN_LAYER_GROUPS": "4", "DUSTIN_ATTENTION": "flashinfer"}}),
+        ("half of the mass", {"env": EXACT | {"DUSTIN_MASS": "0.5", "DUSTIN_LAYER_GROUPS": "2"}}),
         ("FlashInfer", {"env": EXACT | {"DUSTIN_ATTENTION": "flashinfer"}}),
         ("FlashInfer, no graphs", {"env": EXACT | {"DUSTIN_ATTENTION": "flashinfer"}, "disable_cuda_graph": True}),
     ],
@@ -115,6 +118,27 @@ def test_a_sparsely_drafted_tree_of_pages_agrees_with_the_chain(dense: list[dict
     check("sparse draft, tree", got, dense)
     dense_length = sum(d["accept_length"] for d in dense)
     assert sum(g["accept_length"] for g in got) > dense_length - SAME_DRAFTS * len(dense), "two branches find no fewer"
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"DUSTIN_LAYER_GROUPS": "4"},
+        {"DUSTIN_LAYER_GROUPS": "4", "DUSTIN_ATTENTION": "flashinfer"},
+        {"DUSTIN_LAYER_GROUPS": "2", "DUSTIN_POLICY": "hybrid-depth"},
+        {"DUSTIN_MASS": "0.8", "DUSTIN_LAYER_GROUPS": "2", "DUSTIN_SPARSE_DRAFT": "all"},
+    ],
+    ids=lambda env: " ".join(f"{name[7:].lower()} {value}" for name, value in env.items()),
+)
+@pytest.mark.parametrize("kwargs", [{}, {"disable_cuda_graph": True}], ids=["graphs", "no graphs"])
+def test_requests_within_the_budget_are_exact_beside_lists_of_groups_and_ending_lists(
+    env: dict[str, str], kwargs: dict[str, Any], dense: list[dict[str, Any]]
+) -> None:
+    with engines.engine("dustin", env={"DUSTIN_BUDGET": "512"} | env, **kwargs) as running:
+        got = engines.greedy(running, prompts(), NEW_TOKENS)
+    short = [i for i, p in enumerate(prompts()) if len(p) + NEW_TOKENS <= 512]
+    check(str(env), [got[i] for i in short], [dense[i] for i in short])
+    assert all(len(g["ids"]) == NEW_TOKENS and g["accept_length"] > 1 for g in got)
 
 
 def test_sparse_run_at_6k(dense: list[dict[str, Any]]) -> None:

@@ -101,6 +101,21 @@ def test_scores_alone_and_in_a_batch_have_the_same_bits(shape):
         assert torch.equal(alone[0, :n], together[b, :n])
 
 
+@pytest.mark.parametrize("shape", ["draft", "wide"])
+def test_each_part_of_a_score_has_the_bits_of_a_call_of_its_own(shape):
+    case = Case([9000, 0, 77, 4097], seed=3, **SHAPES[shape])
+    layers = len(case.k_cache)
+    heads = len(case.layer_of_head) // layers
+    together = case.run(parts=layers, shift=1).unflatten(0, (layers, -1))
+    for layer, scores in enumerate(together):
+        own = slice(layer * heads, (layer + 1) * heads)
+        alone = score_positions(
+            case.q[:, :, own], case.k_cache, case.layer_of_head[own], case.kv_head_of_head[own], case.req_to_token,
+            case.req_pool_indices, case.seq_lens, case.scale, max_len=case.max_len, shift=1,
+        )  # fmt: skip
+        assert torch.equal(scores, alone)
+
+
 def test_scores_of_misaligned_pools():
     """Pools that start 2 bytes off a vector boundary: the loads must not be vectors."""
     case = Case([700], seed=4, **SHAPES["target"])

@@ -140,6 +140,26 @@ def test_alone_and_in_a_batch_give_the_same_bits(backend, shape):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows, head_dim", [(1, 64), (5, 16)], ids=["stored", "recomputed"])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_each_part_has_the_score_and_the_bits_of_a_call_of_its_own(backend, rows, head_dim, shift):
+    """Three layers of two KV heads, read by three and one query heads each: a part a layer."""
+    layers, kv_heads = (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2), (0, 1, 0, 0) * 3
+    case = Case([CHUNK + 7, 3, 150, 0], rows=rows, layer_of_head=layers, kv_head_of_head=kv_heads, kv_heads=2,
+                head_dim=head_dim)  # fmt: skip
+    common = [case.req_to_token, case.req_pool_indices, case.seq_lens, case.scale]
+    options = dict(max_len=160, shift=shift, backend=backend)
+    out = torch.full((12, 176), math.nan)[:, :160]
+    together = score_positions(case.q, case.k_cache, layers, kv_heads, *common, parts=3, out=out, **options)
+    assert together is out
+    for part, scores in enumerate(together.unflatten(0, (3, 4))):
+        own = slice(4 * part, 4 * part + 4)
+        alone = score_positions(case.q[:, :, own], case.k_cache, layers[own], kv_heads[own], *common, **options)
+        assert torch.equal(scores, alone)
+    assert_close(together.unflatten(0, (3, 4)).sum(0), case.expected(160, shift))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_slots_do_not_matter(backend):
     case = Case([150], seed=4, **SHAPES["recomputed"])
     before = case.run(backend)
@@ -245,6 +265,8 @@ def test_cpu_tensors_take_the_reference():
         (dict(seq_lens=torch.zeros(3, dtype=torch.int64)), r"seq_lens has shape \(3,\)"),
         (dict(max_len=-1), "max_len is -1"),
         (dict(shift=-1), "shift is -1"),
+        (dict(parts=0), "parts is 0"),
+        (dict(parts=3), "parts is 3; it must be at least 1 and divide the number of pairs"),
         (dict(out=torch.zeros(2, 4)), r"out has shape \(2, 4\); it must be \[2, 9\]"),
         (dict(backend="cuda"), "backend is 'cuda'"),
     ],

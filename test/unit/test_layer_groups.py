@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dustin_sglang.config import ConfigError, DustinConfig
+from dustin_sglang.profile import ModelShape, auto_profile
 from dustin_sglang.selection.context import Context
 from dustin_sglang.selection.heads import Heads
 from dustin_sglang.selection.layer_groups import LayerGroups
@@ -13,6 +14,7 @@ from dustin_sglang.selection.policies import POLICIES
 from dustin_sglang.selection.selector import Selector
 from dustin_sglang.selection.signals import Signal
 from dustin_sglang.selection.state import QueryStore
+from dustin_sglang.wiring import Wiring
 
 
 def test_groups_are_contiguous_and_differ_by_one_layer_at_most() -> None:
@@ -89,8 +91,35 @@ def test_each_group_lists_what_its_own_layer_looks_at(policy: str) -> None:
             assert (ahead_liked in row) == (policy != "history")
 
 
+def test_groups_that_read_unequal_numbers_of_kv_heads_are_scored_alike() -> None:
+    """The second of three layers has two KV heads' queries, the others one's: one call cannot score them together."""
+    heads, parts = Heads(((1, (0,)), (3, (0, 1)), (5, (1,)))), (slice(0, 1), slice(1, 3), slice(3, 4))
+    generator = torch.Generator().manual_seed(0)
+    pools = [torch.randn(200, 2, DIM, generator=generator) for _ in range(3)]
+    store = store_of(heads)
+    store.kept[:2] = torch.randn(2, 4, DIM, generator=generator)
+    scores = Signal(store, pools, (0, 0, 1, 1), 1.0, shift=0, parts=parts).score(batch())
+    for part, layer, kv_heads, found in zip(parts, range(3), ((0,), (0, 1), (1,)), scores, strict=True):
+        alone = store_of(Heads((heads.by_layer[layer],)))
+        alone.kept[:2] = store.kept[:2, part]
+        torch.testing.assert_close(found, Signal(alone, [pools[layer]], kv_heads, 1.0, shift=0).score(batch())[0])
+
+
 def test_a_rank_without_heads_of_a_group_adds_nothing_to_its_score() -> None:
     heads = Heads(((1, (0,)),))
     signal = Signal(store_of(heads), [keys_of(LIKES[1])], (0,), 1.0, shift=0, parts=(slice(0, 0), slice(0, 1)))
     first, second = signal.score(batch())
     assert not first.any() and second.sum(1).tolist() == pytest.approx([1.0, 1.0])
+
+
+def test_the_start_up_line_names_groups_their_layers_and_the_mass() -> None:
+    shape = ModelShape(layers=6, heads=4, kv_heads=2, head_dim=16)
+    profile, policy, config = auto_profile(shape, shape), POLICIES["hybrid"](), DustinConfig(layer_groups=2, mass=0.9)
+    selector = Selector(policy, policy.budget(512, 4, 64, 0.5), None, None, None, 0.9)  # type: ignore[arg-type]
+    history = profile.group_history(LayerGroups(6, 2))
+    wiring = Wiring(selector, None, None, profile, history, "standalone", None)  # type: ignore[arg-type]
+    assert wiring.describe(config).startswith(
+        "dustin: policy hybrid, verification reads 123 to 512 positions (68 protected, 222 lookahead, 222 history), "
+        "up to 0.9 of the estimated mass, in each of 2 groups of layers; profile auto (draft layers 3,4,5: 12 heads, "
+        "target layer 2,4: 8 heads)"
+    )

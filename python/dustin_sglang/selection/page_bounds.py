@@ -19,14 +19,20 @@ class PageBounds(Signal):
     as `Signal` does: it compares choices, not speed.
     """
 
-    def _score_part(self, queries: torch.Tensor, part: slice, context: Context, out: torch.Tensor) -> None:
+    def score(self, context: Context, *, drafted: bool = True) -> torch.Tensor:
         pages = -(-context.max_len // PAGE)
-        heads = list(zip(self._store.heads.layer_index[part], self._kv_heads[part], strict=True))
-        inside = torch.arange(context.max_len, device=out.device) < context.seq_lens.unsqueeze(1)
-        for b, own in enumerate(queries.float()):  # one at a time: the keys of a batch are large
-            by_page = self._page_scores(own, heads, context, b, pages)
-            by_position = by_page.repeat_interleave(PAGE, dim=0, output_size=pages * PAGE)[: context.max_len]
-            out[b] = by_position * inside[b]
+        queries = self._store.queries(context.req_pool_indices).float()
+        shape = (len(self._parts), len(queries), pages)
+        by_page = torch.zeros(shape, dtype=torch.float32, device=queries.device)
+        for part, own in zip(self._parts, by_page, strict=True):
+            heads = list(zip(self._store.heads.layer_index[part], self._kv_heads[part], strict=True))
+            for b, rows in enumerate(queries):  # one at a time: the keys of a batch are large
+                own[b] = self._page_scores(rows[:, part], heads, context, b, pages)
+        if self._reduce is not None:
+            by_page = self._reduce(by_page)
+        by_position = by_page.repeat_interleave(PAGE, dim=2, output_size=pages * PAGE)[:, :, : context.max_len]
+        inside = torch.arange(context.max_len, device=by_page.device) < context.seq_lens.unsqueeze(1)
+        return by_position * inside
 
     def _page_scores(
         self, queries: torch.Tensor, heads: list[tuple[int, int]], context: Context, b: int, pages: int

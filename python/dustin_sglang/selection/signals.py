@@ -47,6 +47,7 @@ class Signal:
         self._store, self._keys, self._kv_heads = store, keys, kv_heads
         self._sm_scale, self._shift, self._reduce = sm_scale, shift, reduce
         self._parts = [slice(0, store.heads.count)] if parts is None else list(parts)
+        self._scored = _joined(self._parts, store.heads.layer_index, kv_heads)
 
     def score(self, context: Context, *, drafted: bool = True) -> torch.Tensor:
         """Softmax attention of the stored queries over the context, summed over rows and heads.
@@ -66,25 +67,37 @@ class Signal:
         shape = (len(self._parts), context.seq_lens.shape[0], context.max_len)
         scores = torch.empty(shape, dtype=torch.float32, device=context.seq_lens.device)
         queries = self._store.queries(context.req_pool_indices, drafted=drafted)
-        for part, out in zip(self._parts, scores, strict=True):
-            if part.start == part.stop:
-                out.zero_()
+        first = 0
+        for places, parts in self._scored:
+            own = scores[first : first + parts]
+            if places.start == places.stop:
+                own.zero_()
             else:
-                self._score_part(queries[:, :, part], part, context, out)
+                self._score(queries[:, :, places], places, context, own)
+            first += parts
         return scores if self._reduce is None else self._reduce(scores)
 
-    def _score_part(self, queries: torch.Tensor, part: slice, context: Context, out: torch.Tensor) -> None:
-        """Score by the heads of one part into `out` ``[batch, context.max_len]``."""
+    def _score(self, queries: torch.Tensor, places: slice, context: Context, out: torch.Tensor) -> None:
+        """Score by the heads at some places into `out` ``[parts, batch, context.max_len]``."""
         score_positions(
             queries,
             self._keys,
-            self._store.heads.layer_index[part],
-            self._kv_heads[part],
+            self._store.heads.layer_index[places],
+            self._kv_heads[places],
             context.req_to_token,
             context.req_pool_indices,
             context.seq_lens,
             self._sm_scale,
             max_len=context.max_len,
             shift=self._shift,
-            out=out,
+            parts=len(out),
+            out=out.flatten(0, 1),
         )
+
+
+def _joined(parts: Sequence[slice], layer_index: tuple[int, ...], kv_heads: tuple[int, ...]) -> list[tuple[slice, int]]:
+    """Places and number of the parts that one call scores: all, if they read as many KV heads each, else one."""
+    reads = {len(set(zip(layer_index[part], kv_heads[part], strict=True))) for part in parts}
+    if len(reads) == 1 and reads != {0}:
+        return [(slice(parts[0].start, parts[-1].stop), len(parts))]
+    return [(part, 1) for part in parts]
