@@ -136,7 +136,8 @@ def plot_serving(rows: Sequence[Row]) -> Figure | None:
 def plot_quality(rows: Sequence[Row]) -> Figure | None:
     """KL to dense against the budget, a panel a task, a line a method; None without rows.
 
-    Drawn are the models, the context and the seed that have the most rows, and of the profiles the first.
+    Drawn are the models, the context and the seed that have the most rows, of the profiles the first, and one list for
+    all layers, but for the oracle.
     """
     if not rows:
         return None
@@ -147,6 +148,7 @@ def plot_quality(rows: Sequence[Row]) -> Figure | None:
     rows = max(sets.values(), key=len)
     first = next((row["profile"] for row in rows if row["profile"] is not None), None)
     rows = [row for row in rows if row["profile"] in (None, first)]
+    rows = [row for row in rows if row["policy"] == quality.ORACLE or row.get("groups", 1) == 1]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure, grid = pyplot.subplots(1, len(tasks), figsize=(4 * len(tasks), 4), squeeze=False, sharey=True)
     colours = pyplot.get_cmap("tab20").colors
