@@ -200,7 +200,7 @@ def draw_all(results: Path, out: Path, *, shape: str, batch: int, k: int) -> lis
         if row.get("layer_groups") is row.get("mass") is None
     ]
     serving_rows = latest_rows(read_runs(results / "serving.json"), serving_sweep.KEY)
-    quality_rows = latest_rows(read_runs(results / "quality.json"), quality.KEY)
+    quality_rows = [row for row in latest_rows(read_runs(results / "quality.json"), quality.KEY) if "kl" in row]
     plots: dict[str, Callable[[], Figure | None]] = {
         "attention.png": lambda: plot_attention(attention_rows, shape=shape, batch=batch, k=k),
         "end_to_end.png": lambda: plot_end_to_end(engine_rows),

@@ -264,7 +264,7 @@ def _run(args: argparse.Namespace) -> None:
     results = Results(args.json, KEY, settings, describe_run(), resume=args.resume, any_commit=args.any_commit)
     quality = Quality(target, draft, AutoTokenizer.from_pretrained(args.target), profiles, args)
     quality.run(results, start)
-    print(render(results.rows))
+    print(render([row for row in results.rows if "kl" in row]))  # the file has generated answers too
 
 
 if __name__ == "__main__":

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import generation
 import generation_engines
 import generation_longbench
+import generation_ruler
 import numpy as np
 import pytest
 import torch
@@ -161,6 +165,84 @@ def test_longbench_says_what_is_absent(longbench: argparse.Namespace, tmp_path: 
         generation_longbench.find_data(str(tmp_path / "nowhere"))
 
 
+def test_longbench_is_read_from_the_hubs_zip_file(
+    longbench: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.write(longbench.data / "hotpotqa.jsonl", "data/hotpotqa.jsonl")
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda repo, name, repo_type: str(tmp_path / name))
+    data = generation_longbench.find_data("hub")
+    assert len(list(generation_longbench.make_items(data, longbench.config, "hotpotqa", 4096, 1, Characters()))) == 1
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+    with pytest.raises(ValueError, match="--longbench hub: no route; give the path of a local copy"):
+        generation_longbench.find_data("hub")
+
+
+@pytest.fixture
+def generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of the generators' form, whose script writes what it was asked for; returns the script."""
+    root = tmp_path / "long_context_eval"
+    script = root / "data" / "synthetic" / "qa.py"
+    script.parent.mkdir(parents=True)
+    (root / "synthetic.yaml").write_text("qa_1: {task: qa, args: {dataset: squad}}")
+    script.with_name("constants.py").write_text(
+        "TASKS = {'qa': {'tokens_to_generate': 32, 'template': '{context} Q: {query}', 'answer_prefix': ' A:'}}"
+    )
+    script.write_text(
+        "import json, pathlib, sys\n"
+        "given = dict(flag[2:].split('=', 1) for flag in sys.argv[1:])\n"
+        "folder = pathlib.Path(given['save_dir'], given['save_name'])\n"
+        "folder.mkdir()\n"
+        "context = given['max_seq_length'] + given['dataset']\n"
+        "text = given['template'].format(context=context, query=given['random_seed'])\n"
+        "rows = [dict(index=i, input=text, outputs=['x']) for i in range(int(given['num_samples']))]\n"
+        "(folder / 'validation.jsonl').write_text('\\n'.join(map(json.dumps, rows)))\n"
+    )
+    for name in [name for name in sys.modules if name.startswith("long_context_eval")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    return script
+
+
+def test_rulers_prompts_end_where_the_answers_prefix_begins(generators: Path, tmp_path: Path) -> None:
+    first, second = generation_ruler.make_items("qa_1", 4096, 2, tmp_path, overhead=20, seed=7)
+    assert (first.id, second.id) == ("qa_1-4096-0", "qa_1-4096-1")
+    assert (first.prompt, first.prefix) == ("4076squad Q: 7", " A:")
+    assert (first.metric, first.new_tokens, first.answers) == ("any-answer", 32, ["x"])
+
+
+def test_a_generator_that_fails_is_named(generators: Path, tmp_path: Path) -> None:
+    generators.write_text("raise SystemExit('no punkt_tab')")
+    with pytest.raises(ValueError, match="--ruler qa_1, 4096 tokens: no punkt_tab"):
+        list(generation_ruler.make_items("qa_1", 4096, 2, tmp_path, overhead=0, seed=7))
+
+
+def test_items_of_several_benchmarks_go_to_one_file(
+    longbench: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda path: Characters())
+    novel = tmp_path / "novel.txt"
+    novel.write_text("It was a calm day. " * 500)
+    file = tmp_path / "items.jsonl"
+    common = ["items", str(file), "--tokenizer", str(tmp_path), "--contexts", "400", "--count", "2"]
+    chosen = ["--longbench", str(longbench.data), "--longbench-config", str(longbench.config), "--datasets", "hotpotqa"]
+    assert generation.main([*common, *chosen, "--retell", str(novel), "--new-tokens", "100"]) == 0
+    items = read_items(file)
+    assert [item.task for item in items] == ["hotpotqa", "hotpotqa", "retell", "retell"]
+    last = items[-1]
+    assert len(encode(last, Characters())) + last.new_tokens == 400 and last.ignore_eos and score(last, "x") is None
+    assert generation.main(common) == 1
+    assert generation.main([*common, *chosen[:2]]) == 1
+    assert generation.main([*common, "--retell", str(novel)]) == 1
+    errors = capsys.readouterr().err
+    for message in ("nothing to make", "--longbench needs --longbench-config", "--contexts 400: leaves no room"):
+        assert message in errors
+
+
 def test_every_longbench_metric_exists() -> None:
     assert set(generation_longbench.METRIC.values()) <= set(METRICS)
 
@@ -191,8 +273,6 @@ class Engine:
     calls = 0
 
     def __init__(self, args: argparse.Namespace, tokens: int, running: int) -> None:
-        import os
-
         self.policy = os.environ["DUSTIN_POLICY"]
         Engine.started.append(self.policy)
 
@@ -215,7 +295,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda path: Characters())
     monkeypatch.setattr(generation, "describe_run", lambda: RUN)
     Engine.started, Engine.calls = [], 0
-    answers = [f"{name}" for name in ("dense", "hybrid")]
+    answers = ["dense", "hybrid"]
     write_items(tmp_path / "items.jsonl", [item(n, answers=answers[: 1 + n % 2], new_tokens=80) for n in range(5)])
 
     def run(*arguments: str) -> int:
