@@ -73,7 +73,7 @@ class TestKits(
     RegexConstrainedMixin,
     Dustin,
 ):
-    # The pair reaches 1.323 and 1.167 within the budget, where dustin drafts and verifies as dense speculation does.
+    # SGLang's own STANDALONE reaches 1.323 and 1.167 with this pair on the kit's prompts, in float32.
     acc_length_thres, batch_accept_len_thres = 1.3, 1.15
     abort_all_max_new_tokens = 3000  # with the prompt, within the model's context
     pause_num_requests, pause_max_new_tokens, pause_duration = 8, 120, 2
