@@ -4,8 +4,10 @@ import argparse
 import gzip
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import end_to_end
 import pytest
@@ -60,10 +62,16 @@ def test_prompts_of_dummies_differ() -> None:
     assert len({tuple(prompt) for prompt in prompts}) == 3
 
 
-def test_a_sparse_draft_is_dustin_with_one_more_variable(monkeypatch) -> None:
+@pytest.fixture
+def environment() -> Iterator[None]:
+    """Whatever a test sets there ends with it."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_sparse_draft_is_dustin_with_one_more_variable() -> None:
     """With SGLang's forced acceptance for speed alone, as ATOM #1850 has it."""
-    for name in ("DUSTIN_SPARSE_DRAFT", "DUSTIN_BUDGET", "SGLANG_SIMULATE_ACC_LEN"):
-        monkeypatch.setenv(name, "before")
     args = end_to_end.parse(["--sparse-draft", "unscored"])
     sparse = options("dustin+sparse-draft", MODELS, args, 8, 1000)
     assert sparse == options("dustin", MODELS, args, 8, 1000)
@@ -74,9 +82,8 @@ def test_a_sparse_draft_is_dustin_with_one_more_variable(monkeypatch) -> None:
     assert "DUSTIN_SPARSE_DRAFT" not in os.environ and "SGLANG_SIMULATE_ACC_LEN" not in os.environ
 
 
-def test_groups_and_mass_reach_our_engines_and_name_their_rows_only_where_they_do_something(monkeypatch) -> None:
-    for name in ("DUSTIN_LAYER_GROUPS", "DUSTIN_MASS"):
-        monkeypatch.setenv(name, "before")
+@pytest.mark.usefixtures("environment")
+def test_groups_and_mass_reach_our_engines_and_name_their_rows_only_where_they_do_something() -> None:
     args = end_to_end.parse(["--layer-groups", "4", "--mass", "0.9"])
     set_environment("dustin", MODELS, args)
     assert (os.environ["DUSTIN_LAYER_GROUPS"], os.environ["DUSTIN_MASS"]) == ("4", "0.9")
