@@ -38,6 +38,7 @@ def crowd(arguments: dict[str, Any]) -> dict[str, Any]:
     return dict(wrong=wrong, most=most, leaked=engine.leaked())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["standalone", "eagle"])
 def test_fifty_at_a_time(models: dict[str, str], kind: str) -> None:
     arguments = dustin(models, kind, max_running_requests=PARALLEL, max_total_tokens=8192)

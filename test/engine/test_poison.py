@@ -41,7 +41,7 @@ class Witness:
     def select(self, batch: Any, **kwargs: Any) -> Any:
         selection = self._select(batch, **kwargs)
         for i, req in enumerate(batch.reqs):
-            listed = selection.positions[i].tolist() if selection.sparse[i] else None
+            listed = selection.positions[:, i].tolist() if selection.sparse[i] else None
             self.lists.setdefault(req.rid, []).append((int(batch.seq_lens_cpu[i]), listed))
         return selection
 

@@ -118,17 +118,21 @@ SMALL_POOL = dict(max_total_tokens=640, schedule_conservativeness=0.1)
 PRIORITY = dict(enable_priority_scheduling=True, max_running_requests=2)
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "workload, kind, page_size, options, settings",
     [
         (chunked_prefill, "standalone", 1, CHUNKS, RECTIFIED),
-        (chunked_prefill, "eagle", 64, CHUNKS, DRAFTED),
+        slow(chunked_prefill, "eagle", 64, CHUNKS, DRAFTED),
         (retraction, "standalone", 1, SMALL_POOL, DRAFTED),
-        (retraction, "eagle", 16, SMALL_POOL | TREE, RECTIFIED),
+        slow(retraction, "eagle", 16, SMALL_POOL | TREE, RECTIFIED),
         (eviction, "standalone", 1, SMALL_POOL, {}),
-        (eviction, "eagle3", 64, SMALL_POOL, RECTIFIED),
+        slow(eviction, "eagle3", 64, SMALL_POOL, RECTIFIED),
         (priorities, "standalone", 1, PRIORITY, RECTIFIED),
-        (priorities, "eagle", 16, PRIORITY | TREE, DRAFTED),
+        slow(priorities, "eagle", 16, PRIORITY | TREE, DRAFTED),
         (aborts, "standalone", 64, {}, {}),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,

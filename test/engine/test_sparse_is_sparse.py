@@ -72,8 +72,17 @@ def run(arguments: dict[str, Any], poison: str) -> dict[str, Any]:
     return dict(outputs=outputs, lists=lists, logits=[step.numpy() for step in logits])
 
 
-@pytest.mark.parametrize("policy", sorted(name for name, policy in POLICIES.items() if not policy.dense))
-@pytest.mark.parametrize("shape", [{}, TREE], ids=["chain", "tree"])
+def cases() -> list[Any]:
+    """Every policy in a chain; trees of those that differ in code are in the quick run, the others slow."""
+    names = sorted(name for name, policy in POLICIES.items() if not policy.dense)
+    quick = ("hybrid", "quest")
+    chains = [pytest.param(name, {}, id=f"chain-{name}") for name in names]
+    return chains + [
+        pytest.param(name, TREE, id=f"tree-{name}", marks=[] if name in quick else pytest.mark.slow) for name in names
+    ]
+
+
+@pytest.mark.parametrize("policy, shape", cases())
 def test_unlisted_slots_are_never_read(models: dict[str, str], policy: str, shape: dict[str, int]) -> None:
     groups = "2" if policy == "hybrid-depth" else "1"
     env = {"DUSTIN_BUDGET": "40", "DUSTIN_WINDOW": "16", "DUSTIN_POLICY": policy, "DUSTIN_LAYER_GROUPS": groups}
@@ -88,8 +97,9 @@ def test_unlisted_slots_are_never_read(models: dict[str, str], policy: str, shap
         assert (a == b).all(), "the logits must be equal bit for bit"
 
 
-@pytest.mark.parametrize("groups", [2, 4])
-@pytest.mark.parametrize("policy, shape", [("hybrid", TREE), ("history", {}), ("quest", {})])
+@pytest.mark.parametrize(
+    "policy, shape, groups", [("hybrid", TREE, 2), ("history", {}, 4), ("quest", {}, 2), ("quest", {}, 4)]
+)
 def test_each_group_of_layers_reads_its_own_list(
     models: dict[str, str], policy: str, shape: dict[str, int], groups: int
 ) -> None:

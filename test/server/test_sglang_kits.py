@@ -1,4 +1,7 @@
-"""SGLang's own kits on the CPU, as far as a random model of bytes can answer them; test/gpu runs the others."""
+"""SGLang's own kits on the CPU, as far as a random model of bytes can answer them; test/gpu runs the others.
+
+The classes start servers of their own and take minutes, so `./run test --slow`.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +63,7 @@ class Dustin(SpecEagleServerBase):
 open_ended = unittest.skip("open-ended: a random model may not close it before the answer is cut")
 
 
+@pytest.mark.slow
 class TestKits(
     BytePair,
     spec_server_kits.SpecParityKit,
@@ -83,6 +87,7 @@ class TestKits(
     test_ebnf_generate_custom_log_format = open_ended(EBNFConstrainedMixin.test_ebnf_generate_custom_log_format)
 
 
+@pytest.mark.slow
 class TestHiddenStates(spec_server_kits.SpecHiddenStatesKit, unittest.TestCase):
     """With an EAGLE head: a whole-model draft keeps none, and the request is refused."""
 

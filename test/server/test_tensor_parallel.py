@@ -42,7 +42,7 @@ def register():
     def recorded(self, context, seq_lens, **options):
         selection = select(self, context, seq_lens, **options)
         with open(os.path.join(os.environ["LISTS"], str(os.getpid())), "a") as file:
-            for seq_len, listed in zip(seq_lens, selection.positions.tolist(), strict=True):
+            for seq_len, listed in zip(seq_lens, selection.positions[0].tolist(), strict=True):
                 file.write(json.dumps([seq_len, listed]) + "\\n")
         return selection
 
