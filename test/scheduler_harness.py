@@ -14,7 +14,8 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-_PRELOAD = ["sglang.srt.managers.scheduler", "sglang.srt.speculative.standalone_worker_v2", "sglang.srt.models.llama"]
+# The registry imports every model of SGLang, which is half of an engine's start.
+_PRELOAD = ["sglang.srt.managers.scheduler", "sglang.srt.speculative.standalone_worker_v2", "sglang.srt.models.registry"]
 _context: Any = None
 # SGLang's own accounts, read after every batch: no slot lost, freed twice, or used after it was freed. SGLang #27789 is
 # a leak that showed only under load.
