@@ -15,7 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 # The registry imports every model of SGLang, which is half of an engine's start.
-_PRELOAD = ["sglang.srt.managers.scheduler", "sglang.srt.speculative.standalone_worker_v2", "sglang.srt.models.registry"]
+_PRELOAD = [
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.speculative.standalone_worker_v2",
+    "sglang.srt.models.registry",
+]
 _context: Any = None
 # SGLang's own accounts, read after every batch: no slot lost, freed twice, or used after it was freed. SGLang #27789 is
 # a leak that showed only under load.
