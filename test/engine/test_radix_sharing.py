@@ -161,11 +161,9 @@ def test_retracted_requests_come_back_right(models: dict[str, str], page_size: i
     assert result["answers"][rid] == in_child(alone, roomy, result["prompts"][rid], 100, env={"DUSTIN_BUDGET": "4096"})
 
 
-@pytest.mark.parametrize("disable_radix_cache", [False, True])
-def test_sparse_requests_survive_retraction_without_a_leak(models: dict[str, str], disable_radix_cache: bool) -> None:
-    arguments = dustin(
-        models, max_total_tokens=704, schedule_conservativeness=0.1, disable_radix_cache=disable_radix_cache
-    )
+def test_sparse_requests_survive_retraction_without_a_leak(models: dict[str, str]) -> None:
+    # Without a radix cache SGLang admits requests that ignore EOS only with room for all of them: none is retracted.
+    arguments = dustin(models, max_total_tokens=704, schedule_conservativeness=0.1)
     result = in_child(under_pressure, arguments, env={"DUSTIN_BUDGET": "100"})
     assert result["retracted"] and result["leaked"] == 0
     assert all(len(answer) == 100 for answer in result["answers"].values())
