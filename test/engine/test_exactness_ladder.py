@@ -102,7 +102,7 @@ def test_every_scoring_policy_is_exact_up_to_the_budget(
     assert result["first"] == dense and result["leaked"] == 0
 
 
-@pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.parametrize("groups", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kind, shape, page_size, drafting",
     [("standalone", {}, 16, "all"), ("standalone", TREE, 1, "off"), ("eagle", TREE, 16, "off")],

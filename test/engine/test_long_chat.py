@@ -33,7 +33,14 @@ def prompt_len(turn: int) -> int:
     return PROMPT + QUESTION + turn * (QUESTION + REPLY)
 
 
-@pytest.mark.parametrize("kind, page_size", [("standalone", 1), ("standalone", 64), ("eagle", 16)])
+@pytest.mark.parametrize(
+    "kind, page_size",
+    [
+        ("standalone", 1),
+        pytest.param("standalone", 64, marks=pytest.mark.slow),
+        pytest.param("eagle", 16, marks=pytest.mark.slow),
+    ],
+)
 def test_a_long_chat_reuses_all_but_what_was_sparse(models: dict[str, str], kind: str, page_size: int) -> None:
     dense = in_child(chat, stock(models, kind, page_size=page_size))
     exact = in_child(chat, dustin(models, kind, page_size=page_size), env=ENV)

@@ -113,11 +113,11 @@ def far_off(result: dict[str, Any], reference: dict[str, Any]) -> set[str]:
 @pytest.mark.parametrize(
     "kind, page_size, shape, settings",
     [
-        ("standalone", 1, {}, {}),
+        pytest.param("standalone", 1, {}, {}, marks=pytest.mark.slow),
         ("standalone", 16, TREE, {"DUSTIN_SPARSE_DRAFT": "all", "DUSTIN_POLICY": "lookahead"}),
         ("standalone", 1, {}, {"DUSTIN_RECTIFY_INTERVAL": "8", "DUSTIN_SPARSE_DRAFT": "all"}),
         ("eagle", 1, TREE, {"DUSTIN_SPARSE_DRAFT": "all"}),
-        ("eagle", 16, {}, {"DUSTIN_RECTIFY_INTERVAL": "8"}),
+        pytest.param("eagle", 16, {}, {"DUSTIN_RECTIFY_INTERVAL": "8"}, marks=pytest.mark.slow),
         ("eagle3", 1, {}, {"DUSTIN_POLICY": "lookahead"}),
     ],
 )

@@ -114,7 +114,7 @@ def staggered(arguments: dict[str, Any], requests: dict[str, tuple[list[int], in
     return drafts
 
 
-@pytest.mark.parametrize("mode", ["all", "unscored"])
+@pytest.mark.parametrize("mode", ["all", pytest.param("unscored", marks=pytest.mark.slow)])
 def test_requests_that_come_and_go_draft_over_their_own_lists(models: dict[str, str], mode: str) -> None:
     lengths = {"a": (150, 8), "within": (25, 30), "b": (90, 40), "c": (120, 6), "d": (70, 20), "e": (110, 20)}
     requests = {rid: (tokens(n, seed=n), new) for rid, (n, new) in lengths.items()}

@@ -73,12 +73,15 @@ def run(arguments: dict[str, Any], poison: str) -> dict[str, Any]:
 
 
 def cases() -> list[Any]:
-    """Every policy in a chain; trees of those that differ in code are in the quick run, the others slow."""
+    """Every policy in a chain and a tree; those whose lists are read by no code of their own are slow tests."""
     names = sorted(name for name, policy in POLICIES.items() if not policy.dense)
-    quick = ("hybrid", "quest")
-    chains = [pytest.param(name, {}, id=f"chain-{name}") for name in names]
-    return chains + [
-        pytest.param(name, TREE, id=f"tree-{name}", marks=[] if name in quick else pytest.mark.slow) for name in names
+    quick = ("chain-hybrid", "chain-hybrid-depth", "chain-history", "chain-lookahead", "tree-hybrid", "tree-quest")
+    shapes = (
+        (f"{shape}-{name}", name, options) for shape, options in (("chain", {}), ("tree", TREE)) for name in names
+    )
+    return [
+        pytest.param(name, options, id=case, marks=[] if case in quick else pytest.mark.slow)
+        for case, name, options in every
     ]
 
 
