@@ -81,7 +81,7 @@ def cases() -> list[Any]:
     )
     return [
         pytest.param(name, options, id=case, marks=[] if case in quick else pytest.mark.slow)
-        for case, name, options in every
+        for case, name, options in shapes
     ]
 
 
