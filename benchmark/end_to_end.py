@@ -85,7 +85,7 @@ class RunningEngine:
         self._prompts = make_prompts(models, args.text, batch, context)
         self._engine = sgl.Engine(
             **options(method, models, args, batch, context + ROOM),
-            max_total_tokens=batch * (context + ROOM) * 5 // 4,  # SGLang gives a part of these to the draft
+            max_total_tokens=batch * (context + ROOM),
             skip_tokenizer_init=True,
             grammar_backend="none",
         )
