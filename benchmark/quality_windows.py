@@ -130,10 +130,10 @@ class Reading:
             name: ahead.score([profile.lookahead], Signal, self.context, every, 1)[0]
             for name, profile in profiles.items()
         }
-        self.history, self.at_prompt, self.pages = ({} for _ in range(3))  # by profile and number of groups
+        self.at_prompt = {name: back.score(histories[name, 1], Signal, self.prompts, then, 0)[0] for name in profiles}
+        self.history, self.pages = {}, {}  # by profile and number of groups
         for key, parts in histories.items():
             self.history[key] = back.score(parts, Signal, self.context, now, 0)
-            self.at_prompt[key] = back.score(parts, Signal, self.prompts, then, 0)
             self.pages[key] = back.score(parts, PageBounds, self.context, now, 0)
 
     @staticmethod
@@ -172,7 +172,7 @@ class Reading:
         if history is not None:
             history = history[-policy.history_groups(method.groups) :]
         if policy.name == "snapkv":
-            policy.select(budget, None, self.at_prompt[key][0], self.prompts)
+            policy.select(budget, None, self.at_prompt[method.profile], self.prompts)
         return policy.select_groups(budget, ahead, history, self.context).transpose(0, 1)
 
     def by_layer(self, lists: torch.Tensor) -> torch.Tensor:
