@@ -14,6 +14,7 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", default=".models/smollm2-draft26")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--topk", type=int, default=1)
+    parser.add_argument("--memory", type=float, default=0.85, help="SGLang's mem_fraction_static, on a GPU")
 
 
 def start_engine(args: argparse.Namespace, tokens: int, running: int = 1) -> Any:
@@ -31,12 +32,12 @@ def start_engine(args: argparse.Namespace, tokens: int, running: int = 1) -> Any
     device: dict[str, Any] = (
         dict(
             dtype="bfloat16",
-            mem_fraction_static=0.5,
+            mem_fraction_static=args.memory,
             disable_prefill_cuda_graph=True,
             cuda_graph_max_bs_decode=running,
         )
         if torch.cuda.is_available()
-        else dict(dtype="float32", device="cpu", max_total_tokens=running * (2 * tokens + 1024))
+        else dict(dtype="float32", device="cpu")
     )
     return sgl.Engine(
         model_path=args.target,
@@ -46,6 +47,7 @@ def start_engine(args: argparse.Namespace, tokens: int, running: int = 1) -> Any
         speculative_eagle_topk=args.topk,
         speculative_num_draft_tokens=args.steps + 1 if args.topk == 1 else args.topk * args.steps,
         max_running_requests=running,
+        max_total_tokens=running * (2 * tokens + 1024),  # prompts stay cached beside what runs
         skip_tokenizer_init=True,
         grammar_backend="none",
         log_level="warning",

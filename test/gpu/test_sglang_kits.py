@@ -28,8 +28,9 @@ class OnPath:
     @classmethod
     def setUpClass(cls) -> None:
         cls.folder = tempfile.TemporaryDirectory()
-        graphs = ("--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", "8")  # or servers take minutes to start
-        kit_servers.put_sglang_on_path(Path(cls.folder.name), f"{sys.executable} -m sglang.cli.main", *graphs)
+        # Without these servers take minutes to start, and half of a GPU that other test files use too.
+        options = ("--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", "8", "--max-total-tokens", "65536")
+        kit_servers.put_sglang_on_path(Path(cls.folder.name), f"{sys.executable} -m sglang.cli.main", *options)
         super().setUpClass()
 
     @classmethod
@@ -45,7 +46,7 @@ class RealPair(kit_servers.SpecEagleServerBase):
     spec_algo = "DUSTIN"
     spec_steps, spec_topk, spec_tokens = 3, 1, 4
     trust_remote_code = False
-    mem_fraction_static = 0.4
+    mem_fraction_static = 0.6
     budget = 8192
 
     @classmethod
