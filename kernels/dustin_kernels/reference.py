@@ -55,9 +55,11 @@ def score_positions(
     max_len: int,
     shift: int = 0,
     parts: int = 1,
+    head_weights: Sequence[float] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Reference of `dustin_kernels.score_positions`."""
+    weights = torch.tensor([1.0] * q.shape[2] if head_weights is None else head_weights, device=q.device)
     if out is None:
         out = torch.empty(parts * q.shape[0], max_len, dtype=torch.float32, device=q.device)
     out.zero_()
@@ -74,7 +76,8 @@ def score_positions(
         for index, ((layer, kv_head), heads) in enumerate(sorted(groups.items())):
             keys = k_cache[layer][slots, kv_head].float()
             logits = q[b, :, heads].float().flatten(0, 1) @ keys.T * sm_scale
-            totals[index * parts // len(groups)] += torch.softmax(logits, dim=-1).sum(0)
+            shares = torch.softmax(logits, dim=-1) * weights[heads].repeat(q.shape[1]).unsqueeze(1)
+            totals[index * parts // len(groups)] += shares.sum(0)
         out.unflatten(0, (parts, q.shape[0]))[:, b, shift:n] = totals[:, : n - shift]
     return out
 

@@ -3,7 +3,7 @@
 For request b, head h with KV head c of pool layer l, and query row r, with n = seq_lens[b] (the softmax of Vaswani et
 al., 2017, eq. 1, summed; its maximum and sum are combined block by block as in Milakov and Gimelshein, 2018):
 
-    score[b, j + shift] = sum_{r, h} exp(x[r, h, j] - max_i x[r, h, i]) / sum_i exp(x[r, h, i] - max x)
+    score[b, j + shift] = sum_{r, h} w[h] * exp(x[r, h, j] - max_i x[r, h, i]) / sum_i exp(x[r, h, i] - max x)
     x[r, h, j] = sm_scale * q[b, r, h] . K_l[slot(b, j), c]            slot(b, j) = req_to_token[req_pool_indices[b], j]
 
 Floor
@@ -48,18 +48,30 @@ class _Groups:
 
     keys: tuple[tuple[int, int], ...]  # (layer, KV head), sorted
     heads: Tensor  # int32 [groups, size], -1 where a group has fewer heads
+    weights: Tensor  # float32 [groups, size], 0 where a group has fewer heads
     size: int
 
 
 @lru_cache(maxsize=64)
-def _group_heads(layer_of_head: tuple[int, ...], kv_head_of_head: tuple[int, ...], device: torch.device) -> _Groups:
+def _group_heads(
+    layer_of_head: tuple[int, ...],
+    kv_head_of_head: tuple[int, ...],
+    head_weights: tuple[float, ...],
+    device: torch.device,
+) -> _Groups:
     members: dict[tuple[int, int], list[int]] = {}
     for head, key in enumerate(zip(layer_of_head, kv_head_of_head)):
         members.setdefault(key, []).append(head)
     keys = tuple(sorted(members))
     size = max(len(heads) for heads in members.values())
     table = [members[key] + [-1] * (size - len(members[key])) for key in keys]
-    return _Groups(keys, torch.tensor(table, dtype=torch.int32, device=device), size)
+    weights = [[head_weights[head] if head >= 0 else 0.0 for head in row] for row in table]
+    return _Groups(
+        keys,
+        torch.tensor(table, dtype=torch.int32, device=device),
+        torch.tensor(weights, dtype=torch.float32, device=device),
+        size,
+    )
 
 
 @lru_cache(maxsize=64)
@@ -105,6 +117,7 @@ def _check(
     max_len: int,
     shift: int,
     parts: int,
+    head_weights: tuple[float, ...],
     out: Tensor | None,
 ) -> None:
     device = q.device
@@ -128,6 +141,8 @@ def _check(
             raise ValueError(f"{name} has {len(values)} entries; q has {heads} heads")
         if not all(0 <= value < end for value in values):
             raise ValueError(f"{name} is {values}; its entries must be from 0 to {end - 1}")
+    if len(head_weights) != heads or not all(0 <= weight < math.inf for weight in head_weights):
+        raise ValueError(f"head_weights is {head_weights}; it must hold a finite number of at least 0 for each head")
     check_tensor("req_to_token", req_to_token, [None, None], [torch.int32], device)
     check_tensor("req_pool_indices", req_pool_indices, [bs], [torch.int64, torch.int32], device)
     check_tensor("seq_lens", seq_lens, [bs], [torch.int64, torch.int32], device)
@@ -154,6 +169,7 @@ def score_positions(
     max_len: int,
     shift: int = 0,
     parts: int = 1,
+    head_weights: tuple[float, ...] | None = None,
     out: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -187,6 +203,8 @@ def score_positions(
     parts
         Scores of a request: the pairs of layer and KV head that are read, in ascending order, fall into so many parts
         of equal number, and each part's heads are summed by themselves, with the bits of a call of their own.
+    head_weights
+        What each head's softmax is multiplied by, at least 0; None: 1.
     out
         Result buffer, float32 [parts * bs, max_len], overwritten everywhere.
     backend
@@ -196,7 +214,7 @@ def score_positions(
     -------
     Tensor
         Scores, float32 [parts * bs, max_len], part by part, 0 from seq_len on. Each row sums to rows * heads (of the
-        part) when `shift` is 0.
+        part) when `shift` is 0 and weights are 1.
 
     Raises
     ------
@@ -206,13 +224,15 @@ def score_positions(
     RuntimeError
         `backend` is "triton" and the tensors are neither on a GPU nor interpreted.
     """
+    weights = (1.0,) * q.shape[2] if head_weights is None else tuple(head_weights)
     _check(
-        q, k_cache, layer_of_head, kv_head_of_head, req_to_token, req_pool_indices, seq_lens, max_len, shift, parts, out
+        q, k_cache, layer_of_head, kv_head_of_head, req_to_token, req_pool_indices, seq_lens, max_len, shift, parts,
+        weights, out,
     )  # fmt: skip
     if not use_triton(backend, q.device):
         return reference.score_positions(
             q, k_cache, layer_of_head, kv_head_of_head, req_to_token, req_pool_indices, seq_lens, sm_scale,
-            max_len=max_len, shift=shift, parts=parts, out=out,
+            max_len=max_len, shift=shift, parts=parts, head_weights=weights, out=out,
         )  # fmt: skip
     bs, num_rows, _, head_dim = q.shape
     if head_dim not in (16, 32, 64, 128, 256):
@@ -223,7 +243,7 @@ def score_positions(
         return out
 
     _launch(
-        q, k_cache, _group_heads(tuple(layer_of_head), tuple(kv_head_of_head), q.device), req_to_token,
+        q, k_cache, _group_heads(tuple(layer_of_head), tuple(kv_head_of_head), weights, q.device), req_to_token,
         req_pool_indices, seq_lens, sm_scale * math.log2(math.e), max_len, shift, parts, out,
     )  # fmt: skip
     return out
@@ -265,7 +285,7 @@ def _launch(
     logits = buffer(bs * num_groups * m * chunks * _CHUNK if store else 0)
     if chunks:
         statistics_kernel[(num_groups * tiles, chunks, bs)](
-            q, k_cache[0], groups.heads, located, req_to_token, req_pool_indices, seq_lens,
+            q, k_cache[0], groups.heads, groups.weights, located, req_to_token, req_pool_indices, seq_lens,
             chunk_max, chunk_sum, row_max, row_weight, part_counters(q.device, pairs), queries, logits,
             scale, limit, chunks, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
             M=m, TILE=tile, TILES=tiles, SIZE=groups.size, D=head_dim, CHUNK=_CHUNK, BLOCK=block, ALIGN=align,

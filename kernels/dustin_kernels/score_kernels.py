@@ -47,7 +47,7 @@ def _combine_chunks(chunk_max_ptr, chunk_sum_ptr, pair, chunks, used, TILE: tl.c
     do_not_specialize_on_alignment=["seq_lens_ptr", "req_pool_indices_ptr"],
 )
 def statistics_kernel(
-    q_ptr, k_ptr, heads_ptr, keys_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr,
+    q_ptr, k_ptr, heads_ptr, head_weights_ptr, keys_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr,
     chunk_max_ptr, chunk_sum_ptr, row_max_ptr, row_weight_ptr, counters_ptr, queries_ptr, logits_ptr,
     scale, limit, chunks, q_batch, q_row, q_head, token_row,
     M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
@@ -101,9 +101,9 @@ def statistics_kernel(
     used = tl.cdiv(length, CHUNK)
     if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel") == used - 1:
         row_max, row_sum = _combine_chunks(chunk_max_ptr, chunk_sum_ptr, pair, chunks, used, TILE, 32)
-        head = tl.load(heads_ptr + group * SIZE + rows % SIZE, mask=rows < M, other=-1)
+        head_weight = tl.load(head_weights_ptr + group * SIZE + rows % SIZE, mask=rows < M, other=0.0)
         tl.store(row_max_ptr + row, row_max)
-        tl.store(row_weight_ptr + row, tl.where(head >= 0, 1.0 / row_sum, 0.0))  # padding weighs nothing
+        tl.store(row_weight_ptr + row, head_weight / row_sum)  # padding weighs nothing
         tl.store(counters_ptr + pair, 0)
 
 

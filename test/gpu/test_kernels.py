@@ -62,14 +62,15 @@ class Case:
             self.req_pool_indices[rows], self.seq_lens[rows], self.scale, **{"max_len": self.max_len, **options},
         )  # fmt: skip
 
-    def expected(self, shift=0):
+    def expected(self, shift=0, head_weights=None):
         """float64, one head at a time."""
+        head_weights = head_weights or (1.0,) * len(self.layer_of_head)
         result = torch.zeros(len(self.seq_lens), self.max_len, dtype=torch.float64, device=DEVICE)
         for b, n in enumerate(self.seq_lens.tolist()):
             slots = self.req_to_token[self.req_pool_indices[b], :n].long()
             for head, (layer, kv_head) in enumerate(zip(self.layer_of_head, self.kv_head_of_head)):
                 logits = self.q[b, :, head].double() @ self.k_cache[layer][slots, kv_head].double().T * self.scale
-                result[b, shift:n] += logits.softmax(1).sum(0)[: max(n - shift, 0)]
+                result[b, shift:n] += head_weights[head] * logits.softmax(1).sum(0)[: max(n - shift, 0)]
         return result
 
 
@@ -114,6 +115,15 @@ def test_each_part_of_a_score_has_the_bits_of_a_call_of_its_own(shape):
             case.req_pool_indices, case.seq_lens, case.scale, max_len=case.max_len, shift=1,
         )  # fmt: skip
         assert torch.equal(scores, alone)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scores_of_weighted_heads(shape):
+    case = Case([9000, 0, 77, 4097], seed=5, **SHAPES[shape])
+    weights = tuple((head % 5) / 2 for head in range(len(case.layer_of_head)))
+    result = case.run(shift=1, head_weights=weights)
+    expected = case.expected(1, weights)
+    torch.testing.assert_close(result.double(), expected, rtol=TOLERANCE[torch.bfloat16], atol=1e-9)
 
 
 def test_scores_of_misaligned_pools():

@@ -56,14 +56,15 @@ class Case:
             keys[~used] = math.nan
         self.scale = head_dim**-0.5
 
-    def run(self, backend, *, max_len=None, shift=0, out=None, rows=slice(None)):
+    def run(self, backend, *, max_len=None, shift=0, out=None, rows=slice(None), head_weights=None):
         return score_positions(
             self.q[rows], self.k_cache, self.layer_of_head, self.kv_head_of_head, self.req_to_token,
             self.req_pool_indices[rows], self.seq_lens[rows], self.scale,
-            max_len=int(self.seq_lens.max()) if max_len is None else max_len, shift=shift, out=out, backend=backend,
+            max_len=int(self.seq_lens.max()) if max_len is None else max_len, shift=shift, head_weights=head_weights,
+            out=out, backend=backend,
         )  # fmt: skip
 
-    def expected(self, max_len=None, shift=0):
+    def expected(self, max_len=None, shift=0, head_weights=None):
         """float64, one query at a time."""
         result = np.zeros((len(self.seq_lens), int(self.seq_lens.max()) if max_len is None else max_len))
         for b, n in enumerate(self.seq_lens.tolist()):
@@ -73,7 +74,8 @@ class Case:
                 for query in self.q[b, :, head].double().numpy():
                     weights = np.exp(self.scale * (keys @ query))
                     for position in range(n - shift):
-                        result[b, position + shift] += weights[position] / weights.sum()
+                        share = weights[position] / weights.sum()
+                        result[b, position + shift] += share * (1 if head_weights is None else head_weights[head])
         return result
 
 
@@ -157,6 +159,16 @@ def test_each_part_has_the_score_and_the_bits_of_a_call_of_its_own(backend, rows
         alone = score_positions(case.q[:, :, own], case.k_cache, layers[own], kv_heads[own], *common, **options)
         assert torch.equal(scores, alone)
     assert_close(together.unflatten(0, (3, 4)).sum(0), case.expected(160, shift))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weighted_heads(backend, shape):
+    case = Case([257, 0, 40], seed=8, **SHAPES[shape])
+    weights = tuple((head % 3) / 2 for head in range(len(case.layer_of_head)))
+    assert_close(case.run(backend, shift=1, head_weights=weights), case.expected(shift=1, head_weights=weights))
+    ones = (1.0,) * len(weights)
+    assert torch.equal(case.run(backend, head_weights=ones), case.run(backend))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -267,6 +279,9 @@ def test_cpu_tensors_take_the_reference():
         (dict(shift=-1), "shift is -1"),
         (dict(parts=0), "parts is 0"),
         (dict(parts=3), "parts is 3; it must be at least 1 and divide the number of pairs"),
+        (dict(head_weights=(1.0, 1.0)), r"head_weights is \(1.0, 1.0\); it must hold a finite"),
+        (dict(head_weights=(1.0, -0.5, 1.0)), "head_weights is .* at least 0"),
+        (dict(head_weights=(1.0, math.nan, 1.0)), "head_weights is .* finite"),
         (dict(out=torch.zeros(2, 4)), r"out has shape \(2, 4\); it must be \[2, 9\]"),
         (dict(backend="cuda"), "backend is 'cuda'"),
     ],
