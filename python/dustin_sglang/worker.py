@@ -42,6 +42,7 @@ class SparseVerification:
         super().init_attention_backends()  # type: ignore[misc]
         config = DustinConfig.from_env()
         self._wiring = wire(config, self._target_worker.model_runner, self._draft_worker)
+        self._wiring.selector.warm_up(self.req_to_token_pool.req_to_token)
         if config.rectify_interval:
             self._rectifier = Rectifier(config.rectify_interval, self._target_worker, self._draft_worker)
         if self.topk > 1:

@@ -108,6 +108,23 @@ class Selector:
             measures = measure(self.budget, positions, lookahead, history, context.seq_lens)
         return Selection(positions, counts, sparse, measures, kept)
 
+    def warm_up(self, req_to_token: torch.Tensor) -> None:
+        """Select once for no request: the first long one would wait for Triton to compile what this launches.
+
+        Parameters
+        ----------
+        req_to_token
+            int32 ``[slots, width]``, SGLang's table; its row 0 names slots of zeros.
+        """
+        seq_len = self.budget.total + 1
+        if self.policy.dense or seq_len > req_to_token.shape[1]:
+            return
+        slot = torch.zeros(1, dtype=torch.int64, device=req_to_token.device)
+        context = Context(req_to_token, slot, slot + seq_len, seq_len)
+        for drafted in (True, False):
+            self.select(context, [seq_len], drafted=drafted)
+        self.policy.prefilled(slot)
+
     def scores(self, context: Context, *, drafted: bool = True) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Lookahead float32 ``[batch, context.max_len]`` and history ``[groups, batch, context.max_len]``.
 
