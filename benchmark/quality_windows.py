@@ -59,7 +59,7 @@ class _Recorder:
         self, groups: Sequence[Heads], kind: type[Signal], context: Context, rows: slice, shift: int
     ) -> torch.Tensor:
         """Scores float32 ``[groups, windows, context.max_len]`` of each group's heads by the queries of `rows`."""
-        heads = Heads(tuple(one for group in groups for one in group.by_layer))
+        heads = Heads.of(place for group in groups for place in group.each)
         parts = [self._queries[layer][:, rows, list(chosen)] for layer, chosen in heads.by_layer]
         kv_heads = heads.kv_heads(self._shape.heads, self._shape.kv_heads)
         keys = [self._keys[layer] for layer in heads.layers]

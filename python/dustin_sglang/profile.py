@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from dustin_sglang.fingerprint import fingerprint
-from dustin_sglang.profile_file import ProfileError, parse_heads, parse_number, read_json
+from dustin_sglang.profile_file import ProfileError, parse_heads, parse_number, parse_weights, read_json
 from dustin_sglang.selection.heads import Heads
 from dustin_sglang.selection.layer_groups import LayerGroups
 
 logger = logging.getLogger(__name__)
 
-# Fields that came later (`grouped_history`) are optional: older files stay valid, and older releases pass them over.
+# Fields that came later (`grouped_history`, weights) are optional: older files stay valid.
 VERSION = 1
 SHIPPED = Path(__file__).parent / "profiles"
 # Without a measured profile: the layers that scoring reads may cost this share of the target's dense KV, but the
@@ -199,7 +199,10 @@ def load_profile(path: str, draft: ModelShape, target: ModelShape) -> Profile:
         )
     try:
         made_for = {role: ModelShape(**data[role]) for role in ("draft", "target")}
-        heads = {signal: Heads(parse_heads(data[signal])) for signal in ("lookahead", "history")}
+        heads = {}
+        for signal in ("lookahead", "history"):
+            by_layer = parse_heads(data[signal])
+            heads[signal] = Heads(by_layer, parse_weights(data.get(f"{signal}_weights"), by_layer))
         share = parse_number(data.get("lookahead_share", 0.5))
         prints = {role: str(data["fingerprints"][role]) for role in ("draft", "target") if data.get("fingerprints")}
         measured = dict(data.get("measured", {}))
@@ -230,6 +233,12 @@ def save_profile(profile: Profile, path: str) -> None:
         "history": plain(profile.history),
         "lookahead_share": profile.lookahead_share,
     }
+    for signal, chosen in (("lookahead", profile.lookahead), ("history", profile.history)):
+        if chosen.weights is not None:
+            by_layer: dict[str, list[float]] = {}
+            for layer, _, weight in chosen.each:
+                by_layer.setdefault(str(layer), []).append(weight)
+            data[f"{signal}_weights"] = by_layer
     if profile.grouped_history:
         data["grouped_history"] = {str(count): plain(heads) for count, heads in profile.grouped_history.items()}
     if profile.fingerprints:

@@ -66,6 +66,31 @@ def parse_heads(signal: Any) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return tuple(sorted(layers))
 
 
+def parse_weights(weights: Any, heads: tuple[tuple[int, tuple[int, ...]], ...]) -> tuple[float, ...] | None:
+    """Weights of `heads`, place by place, out of ``{"layer": [weight, ...]}``; None where none are given.
+
+    Raises
+    ------
+    ValueError
+        Not a number for every head of every layer, or one that is not finite and at least 0, or all of them 0.
+    """
+    if weights is None:
+        return None
+    if set(weights) != {str(layer) for layer, _ in heads}:
+        raise ValueError(f"weights are of layers {', '.join(weights)}; heads are of others")
+    flat = []
+    for layer, chosen in heads:
+        numbers = weights[str(layer)]
+        if not isinstance(numbers, list) or len(numbers) != len(chosen):
+            raise ValueError(
+                f"weights {numbers!r} of layer {layer} are not a number for each of its {len(chosen)} heads"
+            )
+        flat += [parse_number(number) for number in numbers]
+    if not all(0 <= number < float("inf") for number in flat) or not any(flat):
+        raise ValueError("weights must be finite, at least 0, and not all 0")
+    return tuple(flat)
+
+
 def parse_number(value: Any) -> float:
     """A JSON number as a float.
 

@@ -149,7 +149,7 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
 
 def _joined(parts: Sequence[Heads]) -> Heads:
     """All heads of parts whose layers ascend."""
-    return Heads(tuple(one for part in parts for one in part.by_layer))
+    return Heads.of(place for part in parts for place in part.each)
 
 
 def _store(runner: Any, heads: Heads, **kwargs: Any) -> QueryStore:

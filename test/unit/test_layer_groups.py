@@ -112,6 +112,17 @@ def test_a_rank_without_heads_of_a_group_adds_nothing_to_its_score() -> None:
     assert not first.any() and second.sum(1).tolist() == pytest.approx([1.0, 1.0])
 
 
+def test_heads_count_by_their_weights_in_whichever_part_they_are() -> None:
+    parts = [Heads(((1, (0,)),), (3.0,)), Heads(((3, (1,)),), (0.5,))]
+    heads = Heads.of(place for part in parts for place in part.each)
+    pools, places = [keys_of(LIKES[1]), keys_of(LIKES[3])], heads.places(parts)
+    signal = Signal(store_of(heads), pools, (0,) * heads.count, 1.0, shift=0, parts=places)
+    first, second = signal.score(batch())
+    assert first.sum(1).tolist() == pytest.approx([3.0, 3.0]) and second.sum(1).tolist() == pytest.approx([0.5, 0.5])
+    (both,) = Signal(store_of(heads), pools, (0,) * heads.count, 1.0, shift=0).score(batch())
+    torch.testing.assert_close(both, first + second)
+
+
 def test_the_start_up_line_names_groups_their_layers_and_the_mass() -> None:
     shape = ModelShape(layers=6, heads=4, kv_heads=2, head_dim=16)
     profile, policy, config = auto_profile(shape, shape), POLICIES["hybrid"](), DustinConfig(layer_groups=2, mass=0.9)

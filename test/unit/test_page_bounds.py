@@ -12,11 +12,13 @@ from dustin_sglang.selection.page_bounds import PAGE, PageBounds
 from dustin_sglang.selection.state import QueryStore
 
 
-def bounds(query: torch.Tensor, keys: torch.Tensor, length: int) -> torch.Tensor:
+def bounds(
+    query: torch.Tensor, keys: torch.Tensor, length: int, weights: tuple[float, ...] | None = None
+) -> torch.Tensor:
     """Scores of one request whose position j is at slot 2 j; `query` ``[heads, dim]``, `keys` ``[tokens, 1, dim]``."""
     heads, dim = query.shape
     store = QueryStore(
-        Heads(((0, tuple(range(heads))),)), heads, dim, num_slots=2, max_batch=1, pending_rows=1,
+        Heads(((0, tuple(range(heads))),), weights), heads, dim, num_slots=2, max_batch=1, pending_rows=1,
         dtype=torch.float32, device="cpu",
     )  # fmt: skip
     store.kept[1] = query
@@ -54,6 +56,9 @@ def test_heads_are_summed_as_shares() -> None:
     one_by_one = sum(bounds(head.unsqueeze(0), keys, 5 * PAGE) for head in query)
     torch.testing.assert_close(both, one_by_one)
     torch.testing.assert_close(both[::PAGE].sum(), torch.tensor(3.0))
+    weighted = bounds(query[:2], keys, 5 * PAGE, (2.0, 0.5))
+    expected = 2 * bounds(query[:1], keys, 5 * PAGE) + bounds(query[1:2], keys, 5 * PAGE) / 2
+    torch.testing.assert_close(weighted, expected)
 
 
 def test_no_key_gets_more_than_the_bound_of_its_page() -> None:

@@ -53,6 +53,34 @@ def test_a_saved_profile_loads_again(tmp_path: Path) -> None:
     assert loaded.name == "pair" and loaded.lookahead_share == profile.lookahead_share
 
 
+def test_weights_of_heads_are_kept_and_follow_their_heads(tmp_path: Path) -> None:
+    lookahead = Heads(((12, (1, 8)), (13, (7,))), (0.5, 2.0, 0.25))
+    profile = dataclasses.replace(auto_profile(DRAFT, TARGET), lookahead=lookahead)
+    save_profile(profile, str(tmp_path / "pair.json"))
+    loaded = load_profile(str(tmp_path / "pair.json"), DRAFT, TARGET)
+    assert loaded.lookahead == lookahead and loaded.history.weights is None
+    assert lookahead.shard(1, 2, DRAFT.heads) == Heads(((12, (1,)), (13, (0,))), (2.0, 0.25))
+    deep = LayerGroups(DRAFT.layers, 24).split(lookahead)[13]
+    assert deep == Heads(((13, (7,)),), (0.25,))
+
+
+@pytest.mark.parametrize(
+    "weights, message",
+    [
+        ({"53": [1.0] * 63}, "layer 53 are not a number for each of its 64 heads"),
+        ({"52": [1.0] * 64}, "weights are of layers 52; heads are of others"),
+        ({"53": [1.0] * 63 + ["1"]}, "'1' is not a number"),
+        ({"53": [1.0] * 63 + [-0.1]}, "finite, at least 0, and not all 0"),
+        ({"53": [1.0] * 63 + [float("inf")]}, "finite, at least 0, and not all 0"),
+        ({"53": [0.0] * 64}, "finite, at least 0, and not all 0"),
+        ([1.0], "malformed"),
+    ],
+)
+def test_wrong_weights_are_refused(tmp_path: Path, weights: object, message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        load_profile(write(tmp_path / "p.json", history_weights=weights), DRAFT, TARGET)
+
+
 def write(path: Path, **changes: object) -> str:
     save_profile(auto_profile(DRAFT, TARGET), str(path))
     data = json.loads(path.read_text()) | changes

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,30 @@ class Heads:
     by_layer
         ``((layer, (head, ...)), ...)``, layers ascending. A head's index in the concatenation is its place in a query
         buffer ``[..., heads, head_dim]``.
+    weights
+        For each place, what the head counts for in the sum of scores; None: 1 each.
     """
 
     by_layer: tuple[tuple[int, tuple[int, ...]], ...]
+    weights: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(cls, each: Iterable[tuple[int, int, float]]) -> Heads:
+        """Heads from layer, head and weight of each place; layers ascend."""
+        places = list(each)
+        layers = groupby(places, key=lambda place: place[0])
+        weights = tuple(weight for *_, weight in places)
+        return cls(
+            tuple((layer, tuple(head for _, head, _ in own)) for layer, own in layers),
+            None if all(weight == 1 for weight in weights) else weights,
+        )
+
+    @cached_property
+    def each(self) -> tuple[tuple[int, int, float], ...]:
+        """Layer, head and weight of each place."""
+        places = [(layer, head) for layer, heads in self.by_layer for head in heads]
+        weights = self.weights or (1.0,) * len(places)
+        return tuple((layer, head, weight) for (layer, head), weight in zip(places, weights, strict=True))
 
     @cached_property
     def count(self) -> int:
@@ -59,8 +80,6 @@ class Heads:
         """The heads that tensor-parallel rank `rank` of `size` holds, in its own numbering."""
         per_rank = num_heads // size
         first = rank * per_rank
-        local = (
-            (layer, tuple(head - first for head in heads if first <= head < first + per_rank))
-            for layer, heads in self.by_layer
+        return Heads.of(
+            (layer, head - first, weight) for layer, head, weight in self.each if first <= head < first + per_rank
         )
-        return Heads(tuple((layer, heads) for layer, heads in local if heads))

@@ -37,7 +37,4 @@ class LayerGroups:
 
     def split(self, heads: Heads) -> tuple[Heads, ...]:
         """The heads of each group's layers; none where a group has none of them."""
-        return tuple(
-            Heads(tuple((layer, chosen) for layer, chosen in heads.by_layer if layer in layers))
-            for layers in self.ranges
-        )
+        return tuple(Heads.of(place for place in heads.each if place[0] in layers) for layers in self.ranges)

@@ -25,7 +25,8 @@ class PageBounds(Signal):
         shape = (len(self._parts), len(queries), pages)
         by_page = torch.zeros(shape, dtype=torch.float32, device=queries.device)
         for part, own in zip(self._parts, by_page, strict=True):
-            heads = list(zip(self._store.heads.layer_index[part], self._kv_heads[part], strict=True))
+            weights = (self._store.heads.weights or (1.0,) * len(self._kv_heads))[part]
+            heads = list(zip(self._store.heads.layer_index[part], self._kv_heads[part], weights, strict=True))
             for b, rows in enumerate(queries):  # one at a time: the keys of a batch are large
                 own[b] = self._page_scores(rows[:, part], heads, context, b, pages)
         if self._reduce is not None:
@@ -35,7 +36,7 @@ class PageBounds(Signal):
         return by_position * inside
 
     def _page_scores(
-        self, queries: torch.Tensor, heads: list[tuple[int, int]], context: Context, b: int, pages: int
+        self, queries: torch.Tensor, heads: list[tuple[int, int, float]], context: Context, b: int, pages: int
     ) -> torch.Tensor:
         """Float32 ``[pages]`` of request `b` from its queries ``[rows, heads, head_dim]``; 0 beyond its length."""
         inside = torch.arange(pages * PAGE, device=queries.device) < context.seq_lens[b]
@@ -45,12 +46,12 @@ class PageBounds(Signal):
         slots = torch.where(inside, slots, 0)
         total = torch.zeros(pages, dtype=torch.float32, device=queries.device)
         paged = inside.view(pages, PAGE)
-        for head, (layer, kv_head) in enumerate(heads):
+        for head, (layer, kv_head, weight) in enumerate(heads):
             keys = self._keys[layer][slots, kv_head].float().view(pages, PAGE, -1)
             low = keys.masked_fill(~paged.unsqueeze(2), float("inf")).amin(1)
             high = keys.masked_fill(~paged.unsqueeze(2), float("-inf")).amax(1)
             query = queries[:, head].unsqueeze(1)  # [rows, 1, head_dim]
             bound = torch.maximum(query * low, query * high).sum(-1) * self._sm_scale
             bound = bound.masked_fill(~paged.any(1), float("-inf"))
-            total += bound.softmax(-1).sum(0)
+            total += weight * bound.softmax(-1).sum(0)
         return total

@@ -12,7 +12,7 @@ from dustin_sglang.selection.state import QueryStore
 
 
 class Signal:
-    """Scores positions by what some heads of one model attend to.
+    """Scores positions by what some heads of one model attend to, each by its weight.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class Signal:
         self._scored = _joined(self._parts, store.heads.layer_index, kv_heads)
 
     def score(self, context: Context, *, drafted: bool = True) -> torch.Tensor:
-        """Softmax attention of the stored queries over the context, summed over rows and heads.
+        """Softmax attention of the stored queries over the context, summed over rows and, by their weights, heads.
 
         Parameters
         ----------
@@ -79,6 +79,7 @@ class Signal:
 
     def _score(self, queries: torch.Tensor, places: slice, context: Context, out: torch.Tensor) -> None:
         """Score by the heads at some places into `out` ``[parts, batch, context.max_len]``."""
+        weights = self._store.heads.weights
         score_positions(
             queries,
             self._keys,
@@ -91,6 +92,7 @@ class Signal:
             max_len=context.max_len,
             shift=self._shift,
             parts=len(out),
+            head_weights=weights and weights[places],
             out=out.flatten(0, 1),
         )
 
