@@ -30,7 +30,8 @@ class OnPath:
         cls.folder = tempfile.TemporaryDirectory()
         # Without these servers take minutes to start, and half of a GPU that other test files use too.
         options = ("--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", "8", "--max-total-tokens", "65536")
-        kit_servers.put_sglang_on_path(Path(cls.folder.name), f"{sys.executable} -m sglang.cli.main", *options)
+        launcher = f"{sys.executable} -c 'import sglang.cli.main as cli; cli.main()'"  # `-m` would only import it
+        kit_servers.put_sglang_on_path(Path(cls.folder.name), launcher, *options)
         super().setUpClass()
 
     @classmethod

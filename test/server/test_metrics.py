@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serving import Server
+from serving import ON_CPU, Server
 from words import words
 
 BUDGET, PROTECTED = 64, 4 + 16
@@ -22,15 +22,17 @@ def test_counters_of_a_sparse_request(server: Server) -> None:
         return after[f"dustin:{name}"] - before.get(f"dustin:{name}", 0.0)
 
     steps = grown("sparse_verify_steps_total")
-    assert steps == grown("verify_steps_total") == meta["spec_verify_ct"]
+    # Overlap scheduling, which SGLang's CPU engine has not, launches a step before it sees that the last one was the end.
+    extra = steps - meta["spec_verify_ct"]
+    assert steps == grown("verify_steps_total") and extra in ((0,) if ON_CPU else (0, 1))
     assert grown("selected_positions_total") == steps * BUDGET
     assert steps * 300 <= grown("context_positions_total") <= steps * 341
     assert after["dustin:budget_positions"] == BUDGET
-    assert after["dustin:exact_tokens"] == 300 and 30 <= after["dustin:approximate_tokens"] <= 41
+    assert after["dustin:exact_tokens"] == 300 and 30 <= after["dustin:approximate_tokens"] <= 41 + 4 * extra
     by_source = {s: grown(f"selected_by_source_total[{s}]") for s in ("protected", "lookahead", "history")}
     assert by_source == {"protected": steps * PROTECTED, "lookahead": steps * 22, "history": steps * 22}
     # A run may be accepted past the last token asked for.
-    assert 39 <= grown("accepted_tokens_total") <= 39 + 3
+    assert 39 <= grown("accepted_tokens_total") <= 39 + 3 + 4 * extra
 
 
 def test_speculation_fields_keep_their_identities(server: Server) -> None:
