@@ -112,8 +112,8 @@ class DustinConfig:
         _check("radix", self.radix, self.radix in RADIX_MODES, "one of " + ", ".join(RADIX_MODES))
         modes = SPARSE_DRAFT_MODES
         _check("sparse_draft", self.sparse_draft, self.sparse_draft in modes, "one of " + ", ".join(modes))
-        modes = EXTRA_STEP_MODES
-        _check("extra_step", self.extra_step, self.extra_step in modes, "one of " + ", ".join(modes))
+        steps = EXTRA_STEP_MODES
+        _check("extra_step", self.extra_step, self.extra_step in steps, "one of " + ", ".join(steps))
         _check("attention", self.attention, self.attention in ATTENTIONS, "one of " + ", ".join(ATTENTIONS))
         interval = self.rectify_interval
         _check("rectify_interval", interval, 0 <= interval <= MAX_RECTIFY_INTERVAL, _RECTIFY_RANGE)

@@ -136,8 +136,8 @@ class Request:
     def _round(self, ids: list[int], first: int) -> Round:
         """Run one round behind `ids`, whose last token has no KV yet; `first` is the draft's token behind it."""
         n = len(ids) - 1
-        ahead = self._draft.run_ahead(first, self._rows - 1)  # the last is not verified: its step looks ahead only
-        drafted = [ids[-1], first, *ahead[:-1]]
+        chain = self._draft.run_ahead(first, self._rows - 1)  # the last is not verified: its step looks ahead only
+        drafted = [ids[-1], first, *chain[:-1]]
         device = self._target.cache.keys[0].device
         zero, slots = torch.zeros(1, dtype=torch.int64, device=device), torch.arange(n, device=device)
         context = Context(slots.int().unsqueeze(0), zero, zero + n, n)
