@@ -52,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--windows", type=int, default=default.windows, metavar="N", help="verifications, even (default: %(default)s)")
     add("--context", type=int, default=default.context, metavar="N", help="committed tokens (default: %(default)s)")
     add("--rows", type=int, default=default.rows, metavar="N", help="rows of a verification (default: %(default)s)")
+    add("--extra-step", choices=("on", "off"), default="on", help="a query of the last drafted token looks ahead too, "
+        "which costs one draft step more (default: %(default)s)")  # fmt: skip
     add("--budget", type=int, default=default.budget, metavar="K", help="positions of a list (default: %(default)s)")
     add("--sinks", type=int, default=default.sinks, metavar="N", help="first positions (default: %(default)s)")
     add("--window", type=int, default=default.window, metavar="N", help="last positions (default: %(default)s)")
@@ -77,7 +79,7 @@ def _run(args: argparse.Namespace) -> None:
     from dustin_sglang.fingerprint import fingerprint
     from dustin_sglang.profile import save_profile
 
-    args.layer_groups = tuple(args.layer_groups)
+    args.layer_groups, args.extra_step = tuple(args.layer_groups), args.extra_step == "on"
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     judged = "held-out" if args.held_out else "text"
     files = {"text": args.text, judged: args.held_out or args.text}

@@ -13,6 +13,7 @@ from dustin_sglang.calibrate.objective import Divergence, Mass, Objective
 from dustin_sglang.calibrate.search import (
     Unit,
     add_greedily,
+    by_kv_head,
     by_rank,
     choose_share,
     heads_of,
@@ -72,12 +73,12 @@ class Calibration:
 
     def read(self, texts: Texts, store: Store, label: str) -> Data:
         """Measure the passages that the store does not have."""
-        passages, measured = [], []
-        for number in tqdm(range(self.settings.passages), desc=f"reading {label}"):
+        passages, measured, s = [], [], self.settings
+        for number in tqdm(range(s.passages), desc=f"reading {label}"):
             passage = texts.passage(number)
             found = store.load(number)
             if found is None:
-                found = Measured(*collect(self.target, self.draft, passage, self.settings.rows, self.settings.size))
+                found = Measured(*collect(self.target, self.draft, passage, s.rows, s.size, s.extra_step))
                 store.save(number, found)
             passages.append(passage)
             measured.append(found)
@@ -115,8 +116,8 @@ class Calibration:
         objective = self.objective(data)
         history = self._history(objective, windows, ranks["target retrieval"])
         lookahead = self._lookahead(windows, ranks["draft retrieval"])
-        ahead = [score(w.lookahead, lookahead, self.draft.shape) for w in windows]
-        back = [score(w.history, history, self.target.shape) for w in windows]
+        ahead = [score(w.lookahead, lookahead) for w in windows]
+        back = [score(w.history, history) for w in windows]
         share, value = choose_share(objective, ahead, back, settings.size, settings.trials, settings.seed)
         print(f"lookahead share {share:.2f}: {settings.objective} {value:.4f}", flush=True)
         return Profile(
@@ -174,7 +175,7 @@ class Calibration:
         if settings.objective == "needle":
             return heads_of(by_rank(retrieval, draft, candidates, most), draft)
         with tqdm(total=most, desc="lookahead KV heads") as bar:
-            scores = [window.lookahead for window in windows]
+            scores = [by_kv_head(window.lookahead, draft) for window in windows]
             mass = Mass(windows, settings.size)
             steps = add_greedily(mass, scores, candidates, most, lambda step: _tick(bar))
         for step in steps:

@@ -53,9 +53,9 @@ def choose_with(policy_name: str, profile: Profile, count: int = 1) -> Chooser:
 
     def choose(window: Window, size: ListSize) -> torch.Tensor:
         policy, n = POLICIES[policy_name](), window.attention.shape[1]
-        ahead = score(window.lookahead, profile.lookahead, profile.draft).unsqueeze(0)
+        ahead = score(window.lookahead, profile.lookahead).unsqueeze(0)
         parts = profile.group_history(groups)
-        back = torch.stack([score(window.history, part, profile.target) for part in parts]).unsqueeze(1)
+        back = torch.stack([score(window.history, part) for part in parts]).unsqueeze(1)
         budget = policy.budget(size.budget, size.sinks, size.window, profile.lookahead_share)
         context = Context(torch.zeros(1, n, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.tensor([n]), n)
         lists = policy.select_groups(

@@ -24,6 +24,8 @@ class Settings:
         Committed tokens of a window, roughly.
     rows
         Rows of a verification: drafted tokens and the one before them.
+    extra_step
+        Lookahead has a query for every row; else for all but the last drafted token's.
     budget, sinks, window
         As the flags of a launch.
     cost
@@ -41,6 +43,7 @@ class Settings:
     windows: int = 24
     context: int = 3000
     rows: int = 5
+    extra_step: bool = True
     budget: int = 512
     sinks: int = 4
     window: int = 64
@@ -63,7 +66,8 @@ class Settings:
     @property
     def of_measurements(self) -> dict[str, object]:
         """The settings on which a measured passage depends."""
-        return {name: getattr(self, name) for name in ("context", "rows", "budget", "sinks", "window", "seed")}
+        names = ("context", "rows", "extra_step", "budget", "sinks", "window", "seed")
+        return {name: getattr(self, name) for name in names}
 
     def describe(self, table: dict[str, Row], measured_on: str) -> dict[str, Any]:
         """What goes under ``measured`` in the profile."""
