@@ -4,8 +4,8 @@
 
     python -m dustin_sglang.calibrate --target MODEL --draft MODEL --text FILE... --held-out FILE... --out profile.json
 
-reads passages of the texts with both models in transformers, chooses the heads and the split, measures them beside the
-automatic profile on the held-out texts, and writes the profile, two pictures and a table beside it.
+reads passages of the texts with both models in transformers, chooses the heads, their weights and the share of
+lookahead, measures them beside the automatic profile on the held-out texts, and writes the profile, two pictures and a table beside it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from dustin_sglang.calibrate.settings import OBJECTIVES, Settings
+    from dustin_sglang.calibrate.settings import OBJECTIVES, WEIGHTS, Settings
 
     default = Settings()
     description = (__doc__ or "").split("\n")[0]
@@ -59,6 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--window", type=int, default=default.window, metavar="N", help="last positions (default: %(default)s)")
     add("--cost", type=float, default=default.cost, metavar="SHARE", help="bytes that lookahead may read, as a share "
         "of the target's K and V (default: 1/16)")  # fmt: skip
+    add("--weights", choices=WEIGHTS, default=default.weights, help="fit: weights of the heads and the lookahead share, "
+        "for --dustin-policy hybrid-sum; equal: 1 each, and the share for hybrid (default: %(default)s)")  # fmt: skip
+    add("--draft-layers", type=int, default=default.draft_layers, metavar="N", help="draft layers whose heads get "
+        "weights, at most (default: as many as --cost allows, at least 1)")  # fmt: skip
     add("--layer-groups", type=int, nargs="+", default=default.layer_groups, metavar="G", help="also choose a history "
         "layer for each of G groups of layers, as --dustin-layer-groups of a launch (default: none)")  # fmt: skip
     add("--trials", type=int, default=default.trials, metavar="N", help="splits to try (default: %(default)s)")
@@ -102,7 +106,9 @@ def _run(args: argparse.Namespace) -> None:
     profile = calibration.choose(data["text"], prints if all(prints.values()) else {})
     table = calibration.evaluate(profile, data[judged])
     measured_on = f"{judged}: {', '.join(file.stem for file in files[judged])}"
-    profile = replace(profile, name=args.out.stem, measured=settings.describe(table, measured_on))
+    profile = replace(
+        profile, name=args.out.stem, measured={**settings.describe(table, measured_on), **profile.measured}
+    )
     save_profile(profile, str(args.out))
     draw(args.out, profile, settings, data["text"].ranks(), data[judged].windows, measured_on)
     print(f"\n{settings.windows} windows of {measured_on}; budget {settings.budget}, {settings.rows} rows")

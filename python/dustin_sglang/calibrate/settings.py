@@ -10,6 +10,7 @@ from dustin_sglang.calibrate.mass import ListSize
 from dustin_sglang.calibrate.texts import WINDOWS_A_PASSAGE
 
 OBJECTIVES = ("kl", "mass", "needle")
+WEIGHTS = ("fit", "equal")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Settings:
         As the flags of a launch.
     cost
         Bytes of K that lookahead may read, as a share of the target's K and V.
+    draft_layers
+        Draft layers with lookahead heads where weights are fitted; None: as many as `cost` allows.
+    weights
+        One of `WEIGHTS`: whether heads have fitted weights or count 1 each.
     objective
         One of `OBJECTIVES`.
     layer_groups
@@ -48,6 +53,8 @@ class Settings:
     sinks: int = 4
     window: int = 64
     cost: float = 1 / 16
+    draft_layers: int | None = None
+    weights: str = "fit"
     objective: str = "kl"
     layer_groups: tuple[int, ...] = ()
     trials: int = 20
@@ -57,6 +64,11 @@ class Settings:
     def size(self) -> ListSize:
         """Size of a list."""
         return ListSize(self.budget, self.sinks, self.window)
+
+    @property
+    def drafted(self) -> int:
+        """Rows with a lookahead query."""
+        return self.rows if self.extra_step else self.rows - 1
 
     @property
     def passages(self) -> int:
