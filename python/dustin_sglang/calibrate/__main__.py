@@ -5,7 +5,8 @@
     python -m dustin_sglang.calibrate --target MODEL --draft MODEL --text FILE... --held-out FILE... --out profile.json
 
 reads passages of the texts with both models in transformers, chooses the heads, their weights and the share of
-lookahead, measures them beside the automatic profile on the held-out texts, and writes the profile, two pictures and a table beside it.
+lookahead, measures them beside the automatic profile on the held-out texts, and writes the profile, two pictures and a
+table beside it.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--window", type=int, default=default.window, metavar="N", help="last positions (default: %(default)s)")
     add("--cost", type=float, default=default.cost, metavar="SHARE", help="bytes that lookahead may read, as a share "
         "of the target's K and V (default: 1/16)")  # fmt: skip
-    add("--weights", choices=WEIGHTS, default=default.weights, help="fit: weights of the heads and the lookahead share, "
-        "for --dustin-policy hybrid-sum; equal: 1 each, and the share for hybrid (default: %(default)s)")  # fmt: skip
+    add("--weights", choices=WEIGHTS, default=default.weights, help="fit: weights of the heads and the share for "
+        "--dustin-policy hybrid-sum; equal: 1 each, and the share for hybrid (default: %(default)s)")  # fmt: skip
     add("--draft-layers", type=int, default=default.draft_layers, metavar="N", help="draft layers whose heads get "
         "weights, at most (default: as many as --cost allows, at least 1)")  # fmt: skip
     add("--layer-groups", type=int, nargs="+", default=default.layer_groups, metavar="G", help="also choose a history "
