@@ -69,7 +69,8 @@ def test_the_share_is_the_ratio_of_both_signals(fitted: Fitted) -> None:
 
 def test_the_share_makes_hybrid_sum_weigh_as_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any step of Adam the weights are known: each head 1 / (heads x rows)."""
-    monkeypatch.setattr("dustin_sglang.calibrate.weights._STEPS", 0)
+    for steps in ("_STEPS", "_FINE"):
+        monkeypatch.setattr(f"dustin_sglang.calibrate.weights.{steps}", 0)
     for rows in (5, 1):
         start = fit_heads(WINDOWS, EVERY, BOTH, SIZE, rows, layers=3, device="cpu")
         assert start.lookahead == EVERY and start.history == BOTH and start.share == 0.5
@@ -111,6 +112,16 @@ def test_the_losses_by_hand() -> None:
     assert missed_mass(right, examples) == pytest.approx(0.25 * 0.5 / 0.75, abs=1e-2)
     assert missed_mass(wrong, examples) > 0.99
     assert missed_mass(right * 7, examples) == missed_mass(right, examples), "the scale is free"
+
+
+def test_missed_mass_does_not_fall_when_all_scores_rise() -> None:
+    """One head is flat over the candidates and has no mass elsewhere; adding it lists no other positions."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.stack([torch.rand(1, 40, generator=generator), torch.ones(1, 40)], dim=1)
+    examples = Examples(scores, torch.tensor([[60.0, 40]]), scores[:, 0] / 60, free=10)
+    logs = torch.zeros(2).requires_grad_(True)
+    missed_mass(logs.exp(), examples).backward()
+    assert logs.grad is not None and logs.grad[1] > 0
 
 
 def test_a_fitted_profile_round_trips(fitted: Fitted, tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from dustin_sglang.calibrate.windows import Window
 from dustin_sglang.selection.heads import Heads
 
 _CANDIDATES = 1536  # of a window, or three times what a list holds if that is more
-_STEPS = 250  # of a fit from scratch; as many again by missed mass, a third of it after a layer has gone
+_STEPS, _MORE, _FINE = 150, 50, 100  # from scratch, after a layer has gone, by missed mass
 _RATE, _FINE_RATE = 0.05, 0.03  # of Adam, by cross-entropy and by missed mass
-_SOFT, _HARD = 0.62, 0.12  # width of the sigmoid in log scores, at the first step and at the last
+_SOFT, _HARD = 0.3, 0.12  # width of the sigmoid in log scores, at the first step and at the last
 _LEAST = 0.01  # of a signal's largest weight; heads below it are dropped
 _FLOOR = 1e-9  # share of a window's score that every candidate has at least, so that its logarithm exists
 
@@ -84,12 +84,18 @@ def cross_entropy(weights: torch.Tensor, examples: Examples, progress: float = 1
 def missed_mass(weights: torch.Tensor, examples: Examples, progress: float = 1.0) -> torch.Tensor:
     """1 - softly captured mass: sum p sigmoid((log s - log t) / width) over what the best list holds.
 
-    t is the score of the last listed position, and the width shrinks with `progress`; the mean over the windows.
+    t is the score of the last listed position, and the width shrinks with `progress`; the mean over the windows. t moves
+    with the scores as the implicit function does that keeps the sum of all sigmoids: were it constant, weights would
+    grow that raise the scores of all candidates, and lists got worse.
     """
     score, total = _score(weights, examples)
     logs = (score / total + _FLOOR).log()
     width = _SOFT + (_HARD - _SOFT) * progress
-    threshold = logs.detach().topk(examples.free).values[:, -1:]
+    fixed = logs.detach()
+    threshold = fixed.topk(examples.free).values[:, -1:]
+    listed = ((fixed - threshold) / width).sigmoid()
+    slope = listed * (1 - listed)
+    threshold = threshold + (slope * (logs - fixed)).sum(1, keepdim=True) / slope.sum(1, keepdim=True)
     caught = (examples.wanted * ((logs - threshold) / width).sigmoid()).sum(1)
     return (1 - caught / examples.wanted.topk(examples.free).values.sum(1)).mean()
 
@@ -149,9 +155,9 @@ def fit_heads(
         worst = min(costs, key=lambda layer: costs[layer])
         stay = (layer_of[kept] != worst).nonzero()[:, 0]
         kept, weights, examples = kept[stay], weights[stay], examples.of_heads(stay)
-        weights = fit(weights, examples, cross_entropy, _STEPS // 3, _RATE)
+        weights = fit(weights, examples, cross_entropy, _MORE, _RATE)
         report(f"lookahead - draft layer {worst}: cross-entropy {float(cross_entropy(weights, examples)):.4f}")
-    weights = fit(weights, examples, missed_mass, _STEPS, _FINE_RATE)
+    weights = fit(weights, examples, missed_mass, _FINE, _FINE_RATE)
     report(f"weights of {len(kept)} heads: a list misses {float(missed_mass(weights, examples)):.4f} of the best one's")
 
     ahead = layer_of[kept] >= 0
