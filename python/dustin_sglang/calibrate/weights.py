@@ -84,9 +84,9 @@ def cross_entropy(weights: torch.Tensor, examples: Examples, progress: float = 1
 def missed_mass(weights: torch.Tensor, examples: Examples, progress: float = 1.0) -> torch.Tensor:
     """1 - softly captured mass: sum p sigmoid((log s - log t) / width) over what the best list holds.
 
-    t is the score of the last listed position, and the width shrinks with `progress`; the mean over the windows. t moves
-    with the scores as the implicit function does that keeps the sum of all sigmoids: were it constant, weights would
-    grow that raise the scores of all candidates, and lists got worse.
+    t is the score of the last listed position, and the width shrinks with `progress`; the mean over the windows. The
+    gradient moves t with the scores so that the sum of all sigmoids stays (implicit function): with a constant t,
+    weights that raise the scores of all candidates grow, and lists get worse.
     """
     score, total = _score(weights, examples)
     logs = (score / total + _FLOOR).log()
