@@ -40,7 +40,8 @@ class DustinConfig:
     sinks, window
         First and last positions that every list holds; part of the budget.
     lookahead_share
-        Share of the unprotected budget that lookahead fills; ``None`` takes the profile's.
+        Share of the unprotected budget that lookahead fills, or its weight in a sum of both signals; ``None`` takes
+        the profile's.
     profile
         ``"auto"`` or the path of a JSON profile.
     policy
@@ -173,7 +174,8 @@ _HELP = {
     "budget": "Positions of a request's context that verification may read (k).",
     "sinks": "First positions that are always read; part of the budget.",
     "window": "Last positions that are always read; part of the budget.",
-    "lookahead_share": "Share of the unprotected budget filled by the draft's lookahead; default: the profile's.",
+    "lookahead_share": "Share of the unprotected budget filled by the draft's lookahead; for policy hybrid-sum its "
+    "weight in the sum; default: the profile's.",
     "profile": "JSON file of the heads that choose, or 'auto'.",
     "policy": "How positions are chosen: " + ", ".join(sorted(POLICIES)) + ".",
     "mass": "Share of the estimated attention with which a list ends, before the budget if need be (P).",

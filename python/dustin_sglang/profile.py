@@ -58,7 +58,7 @@ class Profile:
     history
         Heads of the target whose last confirmed query looks back, for one list.
     lookahead_share
-        m / (k - protected) unless a flag says otherwise.
+        m / (k - protected), or lookahead's weight in policy hybrid-sum, unless a flag says otherwise.
     name
         What the start-up line calls it.
     fingerprints

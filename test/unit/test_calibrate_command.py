@@ -55,9 +55,13 @@ def made(folder: Path) -> dict[str, Any]:
 
 def test_it_writes_a_profile_that_loads_and_two_pictures(folder: Path, made: dict[str, Any]) -> None:
     loaded = load_profile(str(folder / "pair.json"), DRAFT, TARGET)
-    assert len(loaded.history.layers) == 1 and loaded.history.count == 4
-    # A fifth of the target's 256 elements of K and V is six KV heads of eight.
-    assert 1 <= loaded.lookahead.count <= 6 * 2
+    assert len(loaded.history.layers) == 1 and 1 <= loaded.history.count <= 4
+    # A fifth of the target's 256 elements of K and V is six KV heads of eight: two draft layers.
+    assert 1 <= len(loaded.lookahead.layers) <= 2
+    for heads in (loaded.lookahead, loaded.history):
+        weights = [weight for *_, weight in heads.each]
+        assert max(weights) == 1 and min(weights) >= 0.01
+    assert 0 < loaded.lookahead_share < 1
     for picture in ("pair.heads.png", "pair.recall.png"):
         assert (folder / picture).read_bytes().startswith(b"\x89PNG")
 
@@ -68,6 +72,10 @@ def test_the_profile_says_what_it_was_measured_on(folder: Path, made: dict[str, 
     measured = made["measured"]
     assert measured["objective"] == "kl" and measured["seed"] == 0 and measured["windows"] == 4
     assert measured["measured_on"] == "held-out: b"
+    assert measured["weights"] == "fit" and measured["extra_step"] is True
+    assert measured["held_back"]["windows"] == 2
+    assert all(0 < measured["held_back"]["captured_mass"][name] <= 1 for name in ("equal", "fitted"))
+    assert {"hybrid-sum, this profile", "hybrid-sum, equal weights"} <= set(measured["table"])
     assert measured["table"]["oracle (one list)"]["captured_mass"] == 1
     assert set(measured["table"]["hybrid, this profile"]) == {"captured_mass", "agreement", "kl"}
 
@@ -95,6 +103,29 @@ def test_going_on_gives_the_same_profile_without_reading_again(
     assert run(folder, "again.json", "--resume", str(folder / "kept")) == 0
     assert json.loads((folder / "again.json").read_text()) == made
     assert len(reads) == 1, "three of the four passages were kept"
+
+
+def test_without_an_extra_step_passages_are_measured_again(
+    folder: Path, made: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(folder, "off.json", "--resume", str(folder / "kept"), "--extra-step", "off") == 1
+    assert "was measured with other models, texts or settings" in capsys.readouterr().err
+    assert run(folder, "off.json", "--extra-step", "off", "--objective", "mass") == 0
+    assert json.loads((folder / "off.json").read_text())["measured"]["extra_step"] is False
+
+
+def test_equal_weights_are_none_and_the_split_is_chosen(folder: Path, made: dict[str, Any]) -> None:
+    assert run(folder, "equal.json", "--resume", str(folder / "kept"), "--weights", "equal") == 0
+    loaded = load_profile(str(folder / "equal.json"), DRAFT, TARGET)
+    assert loaded.lookahead.weights is None and loaded.history.weights is None and loaded.history.count == 4
+    assert 1 <= loaded.lookahead.count <= 6 * 2 and round(loaded.lookahead_share / 0.05, 6) % 1 == 0
+    assert "held_back" not in loaded.measured and "hybrid-sum, equal weights" not in loaded.measured["table"]
+
+
+def test_weights_of_fewer_draft_layers(folder: Path, made: dict[str, Any]) -> None:
+    options = ["--resume", str(folder / "kept"), "--objective", "mass", "--draft-layers", "1"]
+    assert run(folder, "one.json", *options) == 0
+    assert len(load_profile(str(folder / "one.json"), DRAFT, TARGET).lookahead.layers) == 1
 
 
 def test_captured_mass_makes_a_profile_too(folder: Path, made: dict[str, Any]) -> None:
@@ -127,7 +158,8 @@ def test_retrieval_heads_need_a_model_that_answers(
 
 
 def test_retrieval_heads_choose_where_it_does(folder: Path) -> None:
-    settings = Settings(windows=4, context=160, budget=40, window=8, trials=2, cost=0.05, objective="needle")
+    sizes = Settings(windows=4, context=160, budget=40, window=8, trials=2, cost=0.05, objective="needle")
+    settings = dataclasses.replace(sizes, weights="equal")
     models = [TracedModel(folder / role, "cpu", torch.float32) for role in ("target", "draft")]
     calibration = Calibration(*models, settings)
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
@@ -138,6 +170,9 @@ def test_retrieval_heads_choose_where_it_does(folder: Path) -> None:
     chosen = calibration.choose(dataclasses.replace(data, measured=[data.measured[0], answered]), {})
     assert chosen.history.layers == (2,)
     assert chosen.lookahead.by_layer == ((1, (4, 5)),), "a twentieth of 256 elements is one KV head of eight"
+    weighed = Calibration(*models, sizes).choose(dataclasses.replace(data, measured=[answered] * 2), {})
+    assert weighed.lookahead.layers == (1,) and set(weighed.lookahead.by_layer[0][1]) <= {4, 5}
+    assert weighed.lookahead.weights or weighed.history.weights
 
 
 @pytest.mark.parametrize(
@@ -152,6 +187,7 @@ def test_retrieval_heads_choose_where_it_does(folder: Path) -> None:
         (["--context", "5000"], "--context is 5000; it must be at most 4087 for these models"),
         (["--context", "2500"], "give longer texts or a shorter --context"),
         (["--cost", "0"], "--cost is 0.0; it must be above 0 and at most 1"),
+        (["--draft-layers", "0"], "--draft-layers is 0; it must be at least 1"),
         (["--trials", "0"], "--trials is 0; it must be at least 1"),
         (["--text", "/no/such.txt"], "/no/such.txt is not a file"),
         (["--out", "/no/such/folder/p.json"], "give the name of a .json file in a folder that exists"),

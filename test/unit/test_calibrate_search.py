@@ -6,7 +6,15 @@ import torch
 
 from dustin_sglang.calibrate.mass import ListSize
 from dustin_sglang.calibrate.objective import Mass
-from dustin_sglang.calibrate.search import add_greedily, by_rank, choose_share, heads_of, layer_values, score
+from dustin_sglang.calibrate.search import (
+    add_greedily,
+    by_kv_head,
+    by_rank,
+    choose_share,
+    heads_of,
+    layer_values,
+    score,
+)
 from dustin_sglang.calibrate.windows import Window
 from dustin_sglang.profile import ModelShape
 from dustin_sglang.selection.heads import Heads
@@ -22,8 +30,9 @@ def at(*positions: int) -> torch.Tensor:
 
 
 def window(lookahead: list[torch.Tensor], history: list[torch.Tensor], oracle: torch.Tensor) -> Window:
-    """A window of two layers with two KV heads each."""
-    scores = [torch.stack(part).view(2, 2, 12).half() for part in (lookahead, history)]
+    """A window of two layers with two KV heads each, whose scores the first of two query heads has."""
+    both = [torch.stack(part).view(2, 2, 12) for part in (lookahead, history)]
+    scores = [torch.stack([part, 0 * part], 2).flatten(1, 2).half() for part in both]
     attention = torch.stack([oracle, torch.zeros(12)])
     return Window(attention, *scores, torch.zeros(2, 4), torch.zeros(2, 4))
 
@@ -43,14 +52,14 @@ def test_the_layer_that_knows_most_is_the_best() -> None:
 
 def test_a_group_is_judged_by_the_attention_of_its_own_layers() -> None:
     attention = torch.stack([at(2, 3, 4, 5) == 1, at(7, 8, 9, 10) == 1]).float()
-    windows = [Window(attention, *[torch.zeros(2, 2, 12).half()] * 2, torch.zeros(2, 4), torch.zeros(2, 4))]
+    windows = [Window(attention, *[torch.zeros(2, 4, 12).half()] * 2, torch.zeros(2, 4), torch.zeros(2, 4))]
     scores = torch.stack([at(2, 3), at(7, 8, 9)])
     values = [Mass(windows, SIZE, range(layer, layer + 1)).of_scores(0, scores) for layer in (0, 1)]
     assert values[0].argmax() == 0 and values[1].argmax() == 1
 
 
 def test_greedy_adds_what_complements_and_stops_when_nothing_helps() -> None:
-    scores = [w.lookahead for w in WINDOWS]
+    scores = [by_kv_head(w.lookahead, SHAPE) for w in WINDOWS]
     steps = add_greedily(OBJECTIVE, scores, UNITS, most=4)
     assert [step.unit for step in steps] == [(0, 1), (1, 0)]
     assert [step.value for step in steps] == [0.5, 0.75]
@@ -61,9 +70,12 @@ def test_a_kv_head_brings_all_its_query_heads() -> None:
     assert heads_of([(1, 0), (0, 1), (1, 1)], SHAPE) == Heads(((0, (2, 3)), (1, (0, 1, 2, 3))))
 
 
-def test_scores_of_heads_are_those_of_their_kv_heads() -> None:
-    total = score(WINDOWS[0].lookahead, Heads(((0, (2, 3)), (1, (0, 1)))), SHAPE)
+def test_scores_of_heads_are_weighed() -> None:
+    heads = ((0, (2, 3)), (1, (0,)))
+    total = score(WINDOWS[0].lookahead, Heads(heads))
     torch.testing.assert_close(total, at(7, 8) + 3 * at(9), atol=1e-3, rtol=1e-3)
+    total = score(WINDOWS[0].lookahead, Heads(heads, (2.0, 5.0, 0.5)))
+    torch.testing.assert_close(total, 2 * at(7, 8) + 1.5 * at(9), atol=1e-3, rtol=1e-3)
 
 
 def test_ranks_choose_the_best_query_head_of_each_kv_head() -> None:

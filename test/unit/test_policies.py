@@ -80,6 +80,36 @@ def test_the_sum_weighs_both_signals_equally_whatever_their_scale() -> None:
     assert policy.select(budget, LOOKAHEAD * 0, HISTORY, context(10))[0].tolist() == [0, 2, 3, 8, 9]
 
 
+def test_the_share_weighs_the_sum() -> None:
+    assert pick("hybrid-sum", share=1.0) == pick("lookahead") == [0, 2, 3, 5, 9]
+    assert pick("hybrid-sum", share=0.0) == pick("history") == [0, 2, 3, 8, 9]
+
+
+@settings(max_examples=60, deadline=None)
+@given(share=st.floats(0, 1), seed=st.integers(0, 1000), lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3))
+def test_the_sum_lists_the_best_of_the_weighed_signals(share: float, seed: int, lengths: list[int]) -> None:
+    """With equal shares they are those of the plain sum, bit for bit; with all or nothing one signal decides."""
+    batch = context(*lengths)
+    inside = torch.arange(max(lengths)) < batch.seq_lens.unsqueeze(1)
+    # Sixteenths, so that there are ties.
+    signals = torch.randint(0, 16, (2, *inside.shape), generator=torch.Generator().manual_seed(seed)) / 16 * inside
+    ahead, back = (signal / signal.sum(1, keepdim=True).clamp(min=1e-9) for signal in signals)
+
+    def lists(name: str, share: float, *scores: torch.Tensor | None) -> torch.Tensor:
+        return POLICIES[name]().select(POLICIES[name]().budget(20, 2, 3, share), *scores, batch)
+
+    assert torch.equal(lists("hybrid-sum", 0.5, *signals), lists("history", 0.5, None, ahead + back))
+    assert torch.equal(lists("hybrid-sum", 1.0, *signals), lists("lookahead", 0.5, ahead, None))
+    assert torch.equal(lists("hybrid-sum", 0.0, *signals), lists("history", 0.5, None, back))
+    chosen = lists("hybrid-sum", share, *signals)
+    score = (share * ahead.double() + (1 - share) * back.double())[:, : max(lengths)]
+    for row, listed, n in zip(score, chosen.tolist(), lengths, strict=True):
+        if n > 20:
+            free = row[2 : n - 3]
+            captured = row[[position for position in listed if 2 <= position < n - 3]].sum()
+            assert captured >= free.topk(15).values.sum() - 1e-5
+
+
 def test_quest_fills_the_budget_with_whole_pages() -> None:
     policy = POLICIES["quest"]()
     pages = torch.tensor([[0.1, 0.7, 0.2]]).repeat_interleave(16, dim=1)

@@ -139,9 +139,9 @@ def test_scores_are_those_of_calibration(
     lengths = [place.length for place in PASSAGE.places]
     windows, _ = collect(*pair, WholePassage(IDS, lengths, None), ROWS, SIZE)
     for w, (n, window) in enumerate(zip(lengths, windows)):
-        ahead = score(window.lookahead, profile.lookahead, profile.draft)
-        back = score(window.history, profile.history, profile.target)
-        torch.testing.assert_close(reading.lookahead["automatic", False][w, :n], ahead, atol=1e-2, rtol=1e-2)
+        ahead = score(window.lookahead, profile.lookahead)
+        back = score(window.history, profile.history)
+        torch.testing.assert_close(reading.lookahead["automatic", True][w, :n], ahead, atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(reading.history["automatic", 1][0, w, :n], back, atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(reading.oracle[w, :, :n].sum(0), window.oracle)
 

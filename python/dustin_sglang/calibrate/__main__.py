@@ -4,8 +4,9 @@
 
     python -m dustin_sglang.calibrate --target MODEL --draft MODEL --text FILE... --held-out FILE... --out profile.json
 
-reads passages of the texts with both models in transformers, chooses the heads and the split, measures them beside the
-automatic profile on the held-out texts, and writes the profile, two pictures and a table beside it.
+reads passages of the texts with both models in transformers, chooses the heads, their weights and the share of
+lookahead, measures them beside the automatic profile on the held-out texts, and writes the profile, two pictures and a
+table beside it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from dustin_sglang.calibrate.settings import OBJECTIVES, Settings
+    from dustin_sglang.calibrate.settings import OBJECTIVES, WEIGHTS, Settings
 
     default = Settings()
     description = (__doc__ or "").split("\n")[0]
@@ -52,11 +53,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--windows", type=int, default=default.windows, metavar="N", help="verifications, even (default: %(default)s)")
     add("--context", type=int, default=default.context, metavar="N", help="committed tokens (default: %(default)s)")
     add("--rows", type=int, default=default.rows, metavar="N", help="rows of a verification (default: %(default)s)")
+    add("--extra-step", choices=("on", "off"), default="on", help="a query of the last drafted token looks ahead too, "
+        "which costs one draft step more (default: %(default)s)")  # fmt: skip
     add("--budget", type=int, default=default.budget, metavar="K", help="positions of a list (default: %(default)s)")
     add("--sinks", type=int, default=default.sinks, metavar="N", help="first positions (default: %(default)s)")
     add("--window", type=int, default=default.window, metavar="N", help="last positions (default: %(default)s)")
     add("--cost", type=float, default=default.cost, metavar="SHARE", help="bytes that lookahead may read, as a share "
         "of the target's K and V (default: 1/16)")  # fmt: skip
+    add("--weights", choices=WEIGHTS, default=default.weights, help="fit: weights of the heads and the share for "
+        "--dustin-policy hybrid-sum; equal: 1 each, and the share for hybrid (default: %(default)s)")  # fmt: skip
+    add("--draft-layers", type=int, default=default.draft_layers, metavar="N", help="draft layers whose heads get "
+        "weights, at most (default: as many as --cost allows, at least 1)")  # fmt: skip
     add("--layer-groups", type=int, nargs="+", default=default.layer_groups, metavar="G", help="also choose a history "
         "layer for each of G groups of layers, as --dustin-layer-groups of a launch (default: none)")  # fmt: skip
     add("--trials", type=int, default=default.trials, metavar="N", help="splits to try (default: %(default)s)")
@@ -77,7 +84,7 @@ def _run(args: argparse.Namespace) -> None:
     from dustin_sglang.fingerprint import fingerprint
     from dustin_sglang.profile import save_profile
 
-    args.layer_groups = tuple(args.layer_groups)
+    args.layer_groups, args.extra_step = tuple(args.layer_groups), args.extra_step == "on"
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     judged = "held-out" if args.held_out else "text"
     files = {"text": args.text, judged: args.held_out or args.text}
@@ -100,7 +107,9 @@ def _run(args: argparse.Namespace) -> None:
     profile = calibration.choose(data["text"], prints if all(prints.values()) else {})
     table = calibration.evaluate(profile, data[judged])
     measured_on = f"{judged}: {', '.join(file.stem for file in files[judged])}"
-    profile = replace(profile, name=args.out.stem, measured=settings.describe(table, measured_on))
+    profile = replace(
+        profile, name=args.out.stem, measured={**settings.describe(table, measured_on), **profile.measured}
+    )
     save_profile(profile, str(args.out))
     draw(args.out, profile, settings, data["text"].ranks(), data[judged].windows, measured_on)
     print(f"\n{settings.windows} windows of {measured_on}; budget {settings.budget}, {settings.rows} rows")

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from dustin_sglang.calibrate.evaluate import Row, choosers, measure
+from dustin_sglang.calibrate.evaluate import Row, choose_with, choosers, measure, recall_curve
 from dustin_sglang.calibrate.objective import Divergence, Mass, Objective
 from dustin_sglang.calibrate.search import (
     Unit,
     add_greedily,
+    by_kv_head,
     by_rank,
     choose_share,
     heads_of,
@@ -24,6 +25,7 @@ from dustin_sglang.calibrate.simulate import Prefix
 from dustin_sglang.calibrate.store import Measured, Store
 from dustin_sglang.calibrate.texts import Passage, Texts
 from dustin_sglang.calibrate.trace import CalibrationError, TracedModel
+from dustin_sglang.calibrate.weights import Fitted, fit_heads
 from dustin_sglang.calibrate.windows import Window, collect
 from dustin_sglang.profile import Profile, auto_profile
 from dustin_sglang.selection.heads import Heads
@@ -41,6 +43,13 @@ class Data:
     def windows(self) -> list[Window]:
         """All windows."""
         return [window for one in self.measured for window in one.windows]
+
+    def held_back(self) -> tuple[list[Window], list[Window]]:
+        """Windows to fit weights by, and those of the last passages, about a fifth of them, prose and needles."""
+        pairs = len(self.measured) // 2
+        held = 2 * max(1, round(pairs / 5)) if pairs > 1 else 1
+        seen, unseen = self.measured[:-held], self.measured[-held:]
+        return [w for one in seen for w in one.windows], [w for one in unseen for w in one.windows]
 
     def ranks(self) -> dict[str, torch.Tensor]:
         """Mean ranks ``[layers, heads]`` of both models, by title."""
@@ -72,12 +81,12 @@ class Calibration:
 
     def read(self, texts: Texts, store: Store, label: str) -> Data:
         """Measure the passages that the store does not have."""
-        passages, measured = [], []
-        for number in tqdm(range(self.settings.passages), desc=f"reading {label}"):
+        passages, measured, s = [], [], self.settings
+        for number in tqdm(range(s.passages), desc=f"reading {label}"):
             passage = texts.passage(number)
             found = store.load(number)
             if found is None:
-                found = Measured(*collect(self.target, self.draft, passage, self.settings.rows, self.settings.size))
+                found = Measured(*collect(self.target, self.draft, passage, s.rows, s.size, s.extra_step))
                 store.save(number, found)
             passages.append(passage)
             measured.append(found)
@@ -98,7 +107,7 @@ class Calibration:
         return Mass(data.windows, self.settings.size)
 
     def choose(self, data: Data, fingerprints: dict[str, str]) -> Profile:
-        """Choose history, then lookahead, then the split.
+        """Choose history, then lookahead, then the split; or weights of both, and of their heads.
 
         Raises
         ------
@@ -114,19 +123,19 @@ class Calibration:
                 )
         objective = self.objective(data)
         history = self._history(objective, windows, ranks["target retrieval"])
-        lookahead = self._lookahead(windows, ranks["draft retrieval"])
-        ahead = [score(w.lookahead, lookahead, self.draft.shape) for w in windows]
-        back = [score(w.history, history, self.target.shape) for w in windows]
-        share, value = choose_share(objective, ahead, back, settings.size, settings.trials, settings.seed)
-        print(f"lookahead share {share:.2f}: {settings.objective} {value:.4f}", flush=True)
+        if settings.weights == "fit":
+            chosen, measured = self._fitted(data, history, ranks["draft retrieval"])
+        else:
+            chosen, measured = self._unweighed(objective, windows, history, ranks["draft retrieval"]), {}
         return Profile(
             self.draft.shape,
             self.target.shape,
-            lookahead,
-            history,
-            round(share, 4),
+            chosen.lookahead,
+            chosen.history,
+            chosen.share,
             "calibrated",
             fingerprints,
+            measured,
             grouped_history={
                 count: self._grouped_history(count, objective, windows, ranks["target retrieval"])
                 for count in settings.layer_groups
@@ -162,19 +171,56 @@ class Calibration:
         print(f"history of {count} groups: target layers {', '.join(map(str, best))}", flush=True)
         return Heads(tuple((layer, tuple(range(self.target.shape.heads))) for layer in best))
 
+    def _unweighed(self, objective: Objective, windows: list[Window], history: Heads, ranks: torch.Tensor) -> Fitted:
+        """Heads that count the same, and the share for the budget split."""
+        settings, lookahead = self.settings, self._lookahead(windows, ranks)
+        ahead = [score(w.lookahead, lookahead) for w in windows]
+        back = [score(w.history, history) for w in windows]
+        share, value = choose_share(objective, ahead, back, settings.size, settings.trials, settings.seed)
+        print(f"lookahead share {share:.2f}: {settings.objective} {value:.4f}", flush=True)
+        return Fitted(lookahead, history, round(share, 4))
+
+    def _fitted(self, data: Data, history: Heads, ranks: torch.Tensor) -> tuple[Fitted, dict[str, Any]]:
+        """Heads with weights, and what they capture in the windows that the fit has not seen."""
+        settings, draft, target = self.settings, self.draft.shape, self.target.shape
+        windows, unseen = data.held_back()
+        if settings.objective == "needle":
+            candidates = self._lookahead(windows, ranks)
+            layers = len(candidates.layers)
+        else:
+            candidates = Heads(tuple((layer, tuple(range(draft.heads))) for layer in range(draft.layers)))
+            layers = settings.draft_layers or max(1, self._most // draft.kv_heads)
+        size, device = settings.size, self.target.device
+        found = fit_heads(windows, candidates, history, size, settings.drafted, layers, device, _say)
+        every = Heads(tuple(part for part in candidates.by_layer if part[0] in found.lookahead.layers))
+        profiles = {
+            "equal": Profile(draft, target, every, history),
+            "fitted": Profile(draft, target, found.lookahead, found.history, found.share),
+        }
+        masses = {
+            name: round(recall_curve(choose_with("hybrid-sum", profile), unseen, [size])[0], 4)
+            for name, profile in profiles.items()
+        }
+        _say(f"lookahead share {found.share:.2f}; captured mass in {len(unseen)} windows held back: {masses}")
+        return found, {"held_back": {"windows": len(unseen), "captured_mass": masses}}
+
+    @property
+    def _most(self) -> int:
+        """Draft KV heads that the cost allows, at least one."""
+        shape = self.target.shape
+        return max(1, int(self.settings.cost * 2 * shape.layers * shape.key_elements // self.draft.shape.head_dim))
+
     def _lookahead(self, windows: list[Window], retrieval: torch.Tensor) -> Heads:
         """KV heads of the draft up to the cost, at least one; by captured mass unless retrieval heads are asked for.
 
         A greedy search by KL takes far longer and ends no better (docs/architecture.md).
         """
-        draft, target, settings = self.draft.shape, self.target.shape, self.settings
-        budget = settings.cost * 2 * target.layers * target.key_elements
-        most = max(1, int(budget // draft.head_dim))
+        draft, settings, most = self.draft.shape, self.settings, self._most
         candidates: list[Unit] = [(layer, head) for layer in range(draft.layers) for head in range(draft.kv_heads)]
         if settings.objective == "needle":
             return heads_of(by_rank(retrieval, draft, candidates, most), draft)
         with tqdm(total=most, desc="lookahead KV heads") as bar:
-            scores = [window.lookahead for window in windows]
+            scores = [by_kv_head(window.lookahead, draft) for window in windows]
             mass = Mass(windows, settings.size)
             steps = add_greedily(mass, scores, candidates, most, lambda step: _tick(bar))
         for step in steps:
@@ -191,3 +237,7 @@ class Calibration:
 
 def _tick(bar: Any) -> None:
     bar.update()
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

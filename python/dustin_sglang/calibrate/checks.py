@@ -28,6 +28,8 @@ def check_settings(settings: Settings) -> None:
     shortest = settings.context - settings.context // 4
     require("--context", settings.context, shortest > settings.budget, "above 4/3 of --budget, to leave a choice")
     require("--cost", settings.cost, 0 < settings.cost <= 1, "above 0 and at most 1")
+    layers = settings.draft_layers
+    require("--draft-layers", layers, layers is None or layers >= 1, "at least 1")
     require("--trials", settings.trials, settings.trials >= 1, "at least 1")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,10 +14,12 @@ from dustin_sglang.calibrate.simulate import Prefix
 from dustin_sglang.calibrate.windows import Window
 from dustin_sglang.profile import Profile
 from dustin_sglang.selection.context import Context
+from dustin_sglang.selection.heads import Heads
 from dustin_sglang.selection.layer_groups import LayerGroups
 from dustin_sglang.selection.policies import POLICIES
 
 AUTOMATIC = "automatic profile"  # how the rows of that profile end
+EQUAL = "equal weights"  # how the row of the same heads without their weights ends
 
 Chooser = Callable[[Window, ListSize], torch.Tensor]  # int [layers, budget]
 
@@ -53,9 +55,9 @@ def choose_with(policy_name: str, profile: Profile, count: int = 1) -> Chooser:
 
     def choose(window: Window, size: ListSize) -> torch.Tensor:
         policy, n = POLICIES[policy_name](), window.attention.shape[1]
-        ahead = score(window.lookahead, profile.lookahead, profile.draft).unsqueeze(0)
+        ahead = score(window.lookahead, profile.lookahead).unsqueeze(0)
         parts = profile.group_history(groups)
-        back = torch.stack([score(window.history, part, profile.target) for part in parts]).unsqueeze(1)
+        back = torch.stack([score(window.history, part) for part in parts]).unsqueeze(1)
         budget = policy.budget(size.budget, size.sinks, size.window, profile.lookahead_share)
         context = Context(torch.zeros(1, n, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.tensor([n]), n)
         lists = policy.select_groups(
@@ -66,12 +68,20 @@ def choose_with(policy_name: str, profile: Profile, count: int = 1) -> Chooser:
     return choose
 
 
+def with_equal_weights(profile: Profile) -> Profile:
+    """The same heads, each of which counts 1, and signals that count the same."""
+    lookahead, history = Heads(profile.lookahead.by_layer), Heads(profile.history.by_layer)
+    return replace(profile, lookahead=lookahead, history=history, lookahead_share=0.5)
+
+
 def choosers(profile: Profile, automatic: Profile) -> dict[str, Chooser]:
     """The rows of the report's table."""
     named: dict[str, Chooser] = {"oracle (one list)": oracle}
     for name in ("hybrid", "hybrid-sum", "lookahead", "history"):
         named[f"{name}, this profile"] = choose_with(name, profile)
         named[f"{name}, {AUTOMATIC}"] = choose_with(name, automatic)
+    if profile.lookahead.weights or profile.history.weights:
+        named[f"hybrid-sum, {EQUAL}"] = choose_with("hybrid-sum", with_equal_weights(profile))
     for count in profile.grouped_history:
         named[f"hybrid, {count} lists, this profile"] = choose_with("hybrid", profile, count)
     return named | {name: choose_with(name, profile) for name in ("streaming", "random")}

@@ -36,22 +36,15 @@ def heads_of(units: Sequence[Unit], shape: ModelShape) -> Heads:
     return Heads(tuple((layer, tuple(heads)) for layer, heads in by_layer.items()))
 
 
-def score(units: torch.Tensor, heads: Heads, shape: ModelShape) -> torch.Tensor:
-    """Summed score float32 ``[context]`` of whole KV heads, from their scores ``[layers, kv_heads, context]``.
+def score(scores: torch.Tensor, heads: Heads) -> torch.Tensor:
+    """Weighed sum float32 ``[context]`` of the scores ``[layers, heads, context]`` of some heads."""
+    layers, numbers, weights = (list(part) for part in zip(*heads.each))
+    return torch.tensor(weights) @ scores[layers, numbers].float()
 
-    Raises
-    ------
-    ValueError
-        `heads` takes a part of a KV head's query heads: windows hold their sum only.
-    """
-    group = shape.heads // shape.kv_heads
-    total = torch.zeros(units.shape[-1])
-    for layer, chosen in heads.by_layer:
-        kv_heads = sorted({head // group for head in chosen})
-        if len(chosen) != len(kv_heads) * group:
-            raise ValueError(f"layer {layer}: heads {list(chosen)} are not all that read their KV heads")
-        total += units[layer, kv_heads].float().sum(0)
-    return total
+
+def by_kv_head(scores: torch.Tensor, shape: ModelShape) -> torch.Tensor:
+    """Scores ``[layers, kv_heads, context]``, summed over the query heads that read a KV head."""
+    return scores.float().unflatten(1, (shape.kv_heads, -1)).sum(2).to(scores.dtype)
 
 
 def mean_value(objective: Objective, scores: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -61,7 +54,7 @@ def mean_value(objective: Objective, scores: Iterable[torch.Tensor]) -> torch.Te
 
 
 def layer_values(objective: Objective, scores: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Values float32 ``[layers]`` of all heads of each layer; `scores` are ``[layers, kv_heads, context]`` a window."""
+    """Values float32 ``[layers]`` of all heads of each layer; `scores` are ``[layers, heads, context]`` a window."""
     return mean_value(objective, (part.float().sum(1) for part in scores))
 
 

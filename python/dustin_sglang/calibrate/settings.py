@@ -10,6 +10,7 @@ from dustin_sglang.calibrate.mass import ListSize
 from dustin_sglang.calibrate.texts import WINDOWS_A_PASSAGE
 
 OBJECTIVES = ("kl", "mass", "needle")
+WEIGHTS = ("fit", "equal")
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,16 @@ class Settings:
         Committed tokens of a window, roughly.
     rows
         Rows of a verification: drafted tokens and the one before them.
+    extra_step
+        Lookahead has a query for every row; else for all but the last drafted token's.
     budget, sinks, window
         As the flags of a launch.
     cost
         Bytes of K that lookahead may read, as a share of the target's K and V.
+    draft_layers
+        Draft layers with lookahead heads where weights are fitted; None: as many as `cost` allows.
+    weights
+        One of `WEIGHTS`: whether heads have fitted weights or count 1 each.
     objective
         One of `OBJECTIVES`.
     layer_groups
@@ -41,10 +48,13 @@ class Settings:
     windows: int = 24
     context: int = 3000
     rows: int = 5
+    extra_step: bool = True
     budget: int = 512
     sinks: int = 4
     window: int = 64
     cost: float = 1 / 16
+    draft_layers: int | None = None
+    weights: str = "fit"
     objective: str = "kl"
     layer_groups: tuple[int, ...] = ()
     trials: int = 20
@@ -56,6 +66,11 @@ class Settings:
         return ListSize(self.budget, self.sinks, self.window)
 
     @property
+    def drafted(self) -> int:
+        """Rows with a lookahead query."""
+        return self.rows if self.extra_step else self.rows - 1
+
+    @property
     def passages(self) -> int:
         """Passages that give the windows."""
         return self.windows // WINDOWS_A_PASSAGE
@@ -63,7 +78,8 @@ class Settings:
     @property
     def of_measurements(self) -> dict[str, object]:
         """The settings on which a measured passage depends."""
-        return {name: getattr(self, name) for name in ("context", "rows", "budget", "sinks", "window", "seed")}
+        names = ("context", "rows", "extra_step", "budget", "sinks", "window", "seed")
+        return {name: getattr(self, name) for name in names}
 
     def describe(self, table: dict[str, Row], measured_on: str) -> dict[str, Any]:
         """What goes under ``measured`` in the profile."""

@@ -11,7 +11,7 @@ import torch
 from dustin_sglang.calibrate.trace import CalibrationError
 from dustin_sglang.calibrate.windows import Window
 
-FORMAT = 2  # of the files; 1 had no attention of single layers
+FORMAT = 3  # of the files; 1 had no attention of single layers, 2 no scores of single query heads
 _FIELDS = tuple(field.name for field in fields(Window))
 
 

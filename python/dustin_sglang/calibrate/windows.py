@@ -5,7 +5,8 @@ A window stands at a committed length n of a real text. The verified rows are th
 
 - the target verifies tokens n ..; the query that history keeps is that of token n - 1;
 - the draft's slot j holds token j + 1, so it reads the text from its second token on. Its rows are those of the slots
-  n - 1 .. n + rows - 3 (tokens n .. n + rows - 2; no draft row stands for the last one), over the slots 0 .. n - 1.
+  n - 1 .. n + rows - 3 (tokens n .. n + rows - 2), over the slots 0 .. n - 1. With one draft step more there is a row
+  for the last token too, that of slot n + rows - 2.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ class Window:
     attention
         float32 ``[layers, n]``, of the target's verified rows, summed over rows and heads.
     lookahead, history
-        float16 ``[layers, kv_heads, n]``, scores of draft and target, summed over the rows and over the query heads
-        that read a KV head.
+        float16 ``[layers, heads, n]``, scores of draft and target, summed over the rows.
     lookahead_mass, history_mass
         float32 ``[layers, heads]``, captured mass of each query head by itself.
     """
@@ -53,20 +53,20 @@ class _Scores:
 
     def __init__(self, model: TracedModel, lengths: list[int]) -> None:
         shape = model.shape
-        self.kv_heads = shape.kv_heads
         self.by_length = {
             n: torch.zeros(shape.layers, shape.heads, n, dtype=torch.float16, device=model.device) for n in lengths
         }
 
-    def grouped(self, n: int) -> torch.Tensor:
-        """float16 ``[layers, kv_heads, n]``."""
-        return self.by_length[n].float().unflatten(1, (self.kv_heads, -1)).sum(2).half()
-
 
 def collect(
-    target: TracedModel, draft: TracedModel, passage: Passage, rows: int, size: ListSize
+    target: TracedModel, draft: TracedModel, passage: Passage, rows: int, size: ListSize, extra_step: bool = False
 ) -> tuple[list[Window], dict[str, torch.Tensor]]:
     """Read a passage with both models.
+
+    Parameters
+    ----------
+    extra_step
+        Lookahead has a row for the last verified token too.
 
     Returns
     -------
@@ -74,7 +74,7 @@ def collect(
         A window at each of the passage's lengths; and the retrieval masses float32 ``[layers, heads]`` of ``target``
         and ``draft`` if the passage has a needle (`needles.RetrievalMass.counted`).
     """
-    lengths = passage.lengths
+    lengths, drafted = passage.lengths, rows if extra_step else rows - 1
     history, lookahead = _Scores(target, lengths), _Scores(draft, lengths)
     attention = {n: torch.zeros(target.shape.layers, n, device=target.device) for n in lengths}
 
@@ -87,7 +87,7 @@ def collect(
 
     def see_draft(layer: Layer) -> None:
         for n in lengths:
-            ahead = attention_weights(layer.q[:, n - 1 : n + rows - 2], layer.k[:, :n], layer.scale)
+            ahead = attention_weights(layer.q[:, n - 1 : n - 1 + drafted], layer.k[:, :n], layer.scale)
             # Slot j speaks for position j + 1; the last slot's token is not committed yet.
             lookahead.by_length[n][layer.index, :, 1:] = ahead.sum(1)[:, :-1].half()
 
@@ -113,5 +113,5 @@ def _read_needle(model: TracedModel, ids: list[int], see: Callable[[Layer], None
 
 def _window(attention: torch.Tensor, lookahead: _Scores, history: _Scores, n: int, size: ListSize) -> Window:
     masses = [captured_mass(scores.by_length[n].float(), attention.sum(0), size) for scores in (lookahead, history)]
-    parts = (attention, lookahead.grouped(n), history.grouped(n), *masses)
+    parts = (attention, lookahead.by_length[n], history.by_length[n], *masses)
     return Window(*(part.cpu() for part in parts))

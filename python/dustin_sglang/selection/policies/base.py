@@ -25,6 +25,8 @@ class Budget:
         m, positions chosen by lookahead.
     rest
         What fills the others; ``"history"`` unless a policy says otherwise.
+    lookahead_share
+        What lookahead counts for in a sum of both signals, from 0 to 1; history counts for what is left.
     """
 
     total: int
@@ -32,6 +34,7 @@ class Budget:
     window: int
     lookahead: int
     rest: str = "history"
+    lookahead_share: float = 0.5
 
     @property
     def protected(self) -> int:
@@ -77,7 +80,7 @@ class Policy:
         return count
 
     def budget(self, total: int, sinks: int, window: int, lookahead_share: float) -> Budget:
-        """Divide `total` positions; `lookahead_share` is the share of the unprotected ones."""
+        """Divide `total` positions; `lookahead_share` is lookahead's share of the unprotected ones, or of a sum."""
         return Budget(total, sinks, window, 0)
 
     def prefilled(self, slots: torch.Tensor) -> None:
