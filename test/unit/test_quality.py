@@ -137,7 +137,7 @@ def test_scores_are_those_of_calibration(
     pair: tuple[TracedModel, TracedModel], reading: Reading, profile: Profile
 ) -> None:
     lengths = [place.length for place in PASSAGE.places]
-    windows, _ = collect(*pair, WholePassage(IDS, lengths, None), ROWS, SIZE)
+    windows, _ = collect(*pair, WholePassage(IDS, lengths, None), ROWS, SIZE, extra_step=True)
     for w, (n, window) in enumerate(zip(lengths, windows)):
         ahead = score(window.lookahead, profile.lookahead)
         back = score(window.history, profile.history)
