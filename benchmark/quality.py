@@ -7,11 +7,11 @@ A window verifies a text's own tokens, as if every draft were right, once over t
 list. Both models run in transformers; scores and lists come from the product's own code. All methods of a passage share
 one prefill a model. A row is a task, a context, a budget and a method:
 
-    task, context, k, policy, groups, profile, lookahead_share   what was measured (quality_texts, quality_methods)
+    task, context, k, policy, groups, profile, lookahead_share, extra_step   what was measured (quality_texts, _methods)
     n, passages                                                  windows, and the passages that they come from
     kl, agreement, mass                                          quality_windows.measure
-    kl_over_oracle, kl_minus_default, perplexity...              quality_statistics.summarise; the default is `hybrid`
-                                                                 of the first --profile with its own share
+    kl_over_oracle, kl_minus_default, perplexity...              quality_statistics.summarise; the default is that of a
+                                                                 launch with the first --profile
     ci                                                           95% intervals by bootstrap, clustered by passage
     score, dense_score, accept_length                            null: they need generated answers
 
@@ -40,6 +40,7 @@ from dustin_sglang.calibrate.pair import add_device_options, load_pair
 from dustin_sglang.calibrate.settings import Settings
 from dustin_sglang.calibrate.texts import Texts
 from dustin_sglang.calibrate.trace import CalibrationError, TracedModel
+from dustin_sglang.config import EXTRA_STEP_MODES, DustinConfig
 from dustin_sglang.profile import Profile, ProfileError
 
 KEY = (
@@ -52,6 +53,7 @@ KEY = (
     "groups",
     "profile",
     "lookahead_share",
+    "extra_step",
     "rows",
     "dtype",
     "seed",
@@ -89,9 +91,11 @@ class Quality:
             profiles,
             args,
         )
-        self._methods = make_methods(args.policies, profiles, args.shares, target.shape.layers, args.groups)
-        first, profile = next(iter(profiles.items()))
-        self._default = Method("hybrid", 1, first, profile.lookahead_share)
+        extra_steps = [mode == "auto" for mode in args.extra_step]
+        layers = target.shape.layers
+        self._methods = make_methods(args.policies, profiles, args.shares, layers, args.groups, extra_steps)
+        first = dict([next(iter(profiles.items()))])
+        self._default = make_methods([DustinConfig().policy], first, [], layers)[1]  # behind the oracle
 
     def run(self, results: Results, start: float) -> None:
         """Add the rows that `results` does not have; the time left is shared evenly by the tasks and contexts left.
@@ -157,6 +161,7 @@ class Quality:
             groups=method.groups,
             profile=method.profile,
             lookahead_share=method.share,
+            extra_step=method.extra_step,
             rows=args.rows,
             dtype=args.dtype,
             seed=args.seed,
@@ -167,7 +172,8 @@ def name_of(row: Row) -> str:
     """What a table calls a row's method."""
     name = f"{row['policy']}, {row['groups']} lists" if row["groups"] > 1 else row["policy"]
     share = "" if row["lookahead_share"] is None else f" {row['lookahead_share']:g}"
-    return name + share + ("" if row["profile"] is None else f" ({row['profile']})")
+    fewer = "" if row.get("extra_step") is not False else ", no extra step"  # runs from before the flag had none either
+    return name + share + fewer + ("" if row["profile"] is None else f" ({row['profile']})")
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -206,7 +212,10 @@ def _parser() -> argparse.ArgumentParser:
         "policies that can have them (default: %(default)s)")  # fmt: skip
     add("--profile", nargs="+", default=["auto"], help="auto (as at a launch), automatic, all-heads, random-heads, "
         "or files")  # fmt: skip
-    add("--shares", nargs="+", type=float, default=[], help="lookahead shares of hybrid beside each profile's own")
+    add("--shares", nargs="+", type=float, default=[], help="lookahead shares of hybrid and hybrid-sum beside each "
+        "profile's own")  # fmt: skip
+    add("--extra-step", nargs="+", choices=EXTRA_STEP_MODES, default=["auto"], help="with and without the draft step "
+        "for the last token (default: auto, with it)")  # fmt: skip
     add("--windows", type=int, default=200, metavar="N", help="least number of windows of a task and context")
     add("--rows", type=int, default=5, help="verified rows (default: %(default)s)")
     add("--sinks", type=int, default=4)

@@ -31,12 +31,15 @@ class Method:
         Name of the profile; None where no signal is used.
     share
         Lookahead share; None where the policy has no split.
+    extra_step
+        Whether the last verified token looks ahead too (``--dustin-extra-step``); None where nothing looks ahead.
     """
 
     policy: str
     groups: int = 1
     profile: str | None = None
     share: float | None = None
+    extra_step: bool | None = None
 
 
 def make_methods(
@@ -45,6 +48,7 @@ def make_methods(
     shares: Sequence[float],
     layers: int,
     groups: Sequence[int] = (1,),
+    extra_steps: Sequence[bool] = (True,),
 ) -> list[Method]:
     """Methods of the policies under each profile; the one-list oracle comes first, since it is the unit of the others.
 
@@ -53,9 +57,11 @@ def make_methods(
     groups
         Numbers of groups of layers; each policy takes those that it can, or one list if it cannot have groups at all.
     shares
-        Lookahead shares for ``hybrid`` beside each profile's own.
+        Lookahead shares for ``hybrid`` and ``hybrid-sum`` beside each profile's own.
     layers
         Of the target.
+    extra_steps
+        With and without the extra draft step, for policies that look ahead.
     """
     methods = [Method(ORACLE)]
     for policy in policies:
@@ -65,9 +71,14 @@ def make_methods(
             methods.append(Method(policy))
         else:
             for name, profile in profiles.items():
-                own = [profile.lookahead_share, *shares] if policy == "hybrid" else [None]
-                counts = possible_groups(policy, groups)
-                methods += [Method(policy, count, name, share) for count in counts for share in dict.fromkeys(own)]
+                own = [profile.lookahead_share, *shares] if policy in ("hybrid", "hybrid-sum") else [None]
+                steps = extra_steps if POLICIES[policy].uses_lookahead else [None]
+                methods += [
+                    Method(policy, count, name, share, step)
+                    for count in possible_groups(policy, groups)
+                    for share in dict.fromkeys(own)
+                    for step in steps
+                ]
     return methods
 
 

@@ -119,16 +119,17 @@ class Reading:
                 self.oracle[w, layer.index, :n] = weights[:, :, :n].sum((0, 1))
 
         self.prefix = Prefix(target, self.ids[:end], see_target)
-        drafted = lengths[:, None] - 1 + torch.arange(rows - 1, device=device)
+        drafted = lengths[:, None] - 1 + torch.arange(rows, device=device)  # the last one's is the extra step's
         watched = {layer for profile in profiles.values() for layer in profile.lookahead.layers}
         ahead = _Recorder(draft.shape, watched, drafted)
         draft.read(self.ids[1:end], ahead.see, [0])
 
         self._dense: dict[int, torch.Tensor] = {}
-        now, then, every = slice(0, 1), slice(1, 2), slice(None)
-        self.lookahead = {
-            name: ahead.score([profile.lookahead], Signal, self.context, every, 1)[0]
+        now, then, steps = slice(0, 1), slice(1, 2), {True: slice(rows), False: slice(rows - 1)}
+        self.lookahead = {  # by profile and whether there is an extra step
+            (name, extra): ahead.score([profile.lookahead], Signal, self.context, seen, 1)[0]
             for name, profile in profiles.items()
+            for extra, seen in steps.items()
         }
         self.at_prompt = {name: back.score(histories[name, 1], Signal, self.prompts, then, 0)[0] for name in profiles}
         self.history, self.pages = {}, {}  # by profile and number of groups
@@ -167,7 +168,7 @@ class Reading:
             return best.unflatten(0, (-1, method.groups))
         policy, key = POLICIES[method.policy](), (method.profile, method.groups)
         budget = policy.budget(size.budget, size.sinks, size.window, method.share or 0.0)
-        ahead = self.lookahead[method.profile] if policy.uses_lookahead else None
+        ahead = self.lookahead[method.profile, method.extra_step] if policy.uses_lookahead else None
         history = (self.pages if policy.paged else self.history)[key] if policy.uses_history else None
         if history is not None:
             history = history[-policy.history_groups(method.groups) :]

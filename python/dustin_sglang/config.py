@@ -17,6 +17,7 @@ from dustin_sglang.selection.policies import POLICIES
 RADIX_MODES = ("exact", "shared")
 ATTENTIONS = ("auto", "dustin", "flashinfer")
 SPARSE_DRAFT_MODES = ("off", "all", "unscored")
+EXTRA_STEP_MODES = ("auto", "off")
 # Most tokens of one rectifying pass: it must not hold other requests up for longer than a verification.
 MAX_RECTIFY_INTERVAL = 512
 _GROUPS_RANGE = "an integer from 1 (one list for all layers) to the target's layers"
@@ -55,6 +56,9 @@ class DustinConfig:
     sparse_draft
         Draft layers that read the last list and the tokens since instead of everything: none (``"off"``), ``"all"``,
         or all that do not score (``"unscored"``).
+    extra_step
+        Whether the draft takes one step more, whose query looks ahead for the last verified token: ``"auto"`` where
+        it can (a whole-model draft that drafts chains), or ``"off"``.
     attention
         What verifies on a GPU: this project's kernel (``"dustin"``), ``"flashinfer"``, or ``"auto"``: the kernel where
         it can.
@@ -81,6 +85,7 @@ class DustinConfig:
     layer_groups: int = 1
     radix: str = "exact"
     sparse_draft: str = "off"
+    extra_step: str = "auto"
     attention: str = "auto"
     rectify_interval: int = 0
     monitor_interval: int = 0
@@ -108,6 +113,8 @@ class DustinConfig:
         _check("radix", self.radix, self.radix in RADIX_MODES, "one of " + ", ".join(RADIX_MODES))
         modes = SPARSE_DRAFT_MODES
         _check("sparse_draft", self.sparse_draft, self.sparse_draft in modes, "one of " + ", ".join(modes))
+        steps = EXTRA_STEP_MODES
+        _check("extra_step", self.extra_step, self.extra_step in steps, "one of " + ", ".join(steps))
         _check("attention", self.attention, self.attention in ATTENTIONS, "one of " + ", ".join(ATTENTIONS))
         interval = self.rectify_interval
         _check("rectify_interval", interval, 0 <= interval <= MAX_RECTIFY_INTERVAL, _RECTIFY_RANGE)
@@ -176,6 +183,8 @@ _HELP = {
     "radix": "'exact': approximate KV is never shared between requests; 'shared': it is, and the metrics show it.",
     "sparse_draft": "Draft layers that read the last list and the tokens since only: 'off', 'all', or 'unscored', all "
     "but the profile's.",
+    "extra_step": "One draft step more, so that the last drafted token looks ahead too: 'auto', where the draft is a "
+    "whole model and drafts chains, or 'off'.",
     "attention": "What verifies on a GPU: 'dustin' (this project's kernel), 'flashinfer', or 'auto': ours if it can.",
     "rectify_interval": "Committed tokens after which a dense pass rewrites their approximate KV; 0: never.",
     "monitor_interval": "Sparse verifications from one that is also run densely to the next; 0: none.",

@@ -117,12 +117,14 @@ class TappedFlashInferStep(DecodeTap, DraftStepBackend):
 
 
 class TappedMultiStepBackend(FlashInferMultiStepDraftBackend):
-    """The draft's decode attention: one tapped backend a step."""
+    """The draft's decode attention: one tapped backend a decode forward; SGLang runs one fewer than steps."""
 
     sparse: SparseDraft | None = None
 
     def __init__(self, model_runner: Any, topk: int, speculative_num_steps: int) -> None:
         super().__init__(model_runner, topk, speculative_num_steps)
+        # SGLang's bound is the context's, and a request near its end has the extra step's slot beyond it.
+        self.max_context_len += 1
         self.attn_backends = [
             TappedFlashInferStep(
                 model_runner,
@@ -165,7 +167,7 @@ class TappedMultiStepBackend(FlashInferMultiStepDraftBackend):
         bs = forward_batch.batch_size
         slots, counts = self.sparse.context(forward_batch.req_pool_indices[:bs], forward_batch.seq_lens[:bs])
         slots, counts = slots.repeat_interleave(self.topk, dim=0), counts.repeat_interleave(self.topk, dim=0)
-        own = forward_batch.out_cache_loc.view(bs * self.topk, self.speculative_num_steps)
+        own = forward_batch.out_cache_loc.view(bs * self.topk, -1)
         for step, backend in enumerate(self.attn_backends):
             backend.listed = pack_lists(slots, counts, own[:, : step + 1])
 

@@ -30,6 +30,8 @@ class Wiring:
         Heads that score for each group of target layers, of the deepest groups where the policy scores some only.
     sparse_draft
         None where drafting reads everything.
+    extra_step
+        Whether the last drafted token looks ahead too.
     """
 
     selector: Selector
@@ -39,6 +41,7 @@ class Wiring:
     history: tuple[Heads, ...]
     draft_kind: str
     sparse_draft: SparseDraft | None
+    extra_step: bool = False
 
     def describe(self, config: DustinConfig) -> str:
         """The start-up line: policy, budget, profile, draft kind, what the draft reads and what is exact."""
@@ -64,10 +67,12 @@ class Wiring:
         )
 
     def _drafting(self) -> str:
+        further = ", one step further to look ahead" if self.extra_step else ""
         if self.sparse_draft is None:
-            return "every position"
+            return f"every position{further}"
         dense = self.sparse_draft.dense_layers
-        return "the last list and the tokens since" + (" but in the profile's layers" if dense else "")
+        where = " but in the profile's layers" if dense else ""
+        return f"the last list and the tokens since{where}{further}"
 
 
 def _monitoring(config: DustinConfig) -> str:
@@ -115,7 +120,7 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
         draft_runner,
         profile.lookahead,
         pending_rows=width,
-        steps=draft_worker.speculative_num_steps - 1,
+        steps=draft_worker.decode_forwards,
         branches=draft_worker.topk,
     )
     policy = POLICIES[config.policy]()
@@ -144,7 +149,8 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
         sparse_draft = SparseDraft(dense_layers, total, width, draft_runner.req_to_token_pool.req_to_token)
     draft_worker.bind(draft_store, sparse_draft)
     kind = draft_runner.spec_algorithm.kind.value
-    return Wiring(selector, target_backend, target_store, profile, history, kind, sparse_draft)
+    extra_step = draft_worker.extra_step
+    return Wiring(selector, target_backend, target_store, profile, history, kind, sparse_draft, extra_step)
 
 
 def _joined(parts: Sequence[Heads]) -> Heads:

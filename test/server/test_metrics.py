@@ -22,7 +22,7 @@ def test_counters_of_a_sparse_request(server: Server) -> None:
         return after[f"dustin:{name}"] - before.get(f"dustin:{name}", 0.0)
 
     steps = grown("sparse_verify_steps_total")
-    # Overlap scheduling, which SGLang's CPU engine has not, launches a step before it sees that the last one was the end.
+    # Overlap scheduling, which the CPU engine lacks, launches a step before it sees that the last was the end.
     extra = steps - meta["spec_verify_ct"]
     assert steps == grown("verify_steps_total") and extra in ((0,) if ON_CPU else (0, 1))
     assert grown("selected_positions_total") == steps * BUDGET

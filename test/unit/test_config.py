@@ -9,7 +9,7 @@ from dustin_sglang.config import ConfigError, DustinConfig, add_flags, flags_to_
 
 def test_defaults_are_the_documented_ones() -> None:
     assert DustinConfig.from_env({}) == DustinConfig(
-        512, 4, 64, None, "auto", "hybrid", 1.0, 1, "exact", "off", "auto", 0, 0, 0.0
+        512, 4, 64, None, "auto", "hybrid", 1.0, 1, "exact", "off", "auto", "auto", 0, 0, 0.0
     )
 
 
@@ -25,13 +25,14 @@ def test_variables_set_every_field() -> None:
         "DUSTIN_LAYER_GROUPS": "4",
         "DUSTIN_RADIX": "shared",
         "DUSTIN_SPARSE_DRAFT": "unscored",
+        "DUSTIN_EXTRA_STEP": "off",
         "DUSTIN_ATTENTION": "flashinfer",
         "DUSTIN_RECTIFY_INTERVAL": "64",
         "DUSTIN_MONITOR_INTERVAL": "16",
         "DUSTIN_DENSE_FALLBACK": "0.5",
     }
     want = DustinConfig(
-        256, 2, 16, 0.75, "pair.json", "history", 0.9, 4, "shared", "unscored", "flashinfer", 64, 16, 0.5
+        256, 2, 16, 0.75, "pair.json", "history", 0.9, 4, "shared", "unscored", "off", "flashinfer", 64, 16, 0.5
     )
     assert DustinConfig.from_env(env) == want
 
@@ -53,6 +54,7 @@ def test_variables_set_every_field() -> None:
         ("LAYER_GROUPS", "two", "--dustin-layer-groups", "an integer from 1"),
         ("RADIX", "yes", "--dustin-radix", "exact, shared"),
         ("SPARSE_DRAFT", "on", "--dustin-sparse-draft", "off, all, unscored"),
+        ("EXTRA_STEP", "on", "--dustin-extra-step", "auto, off"),
         ("ATTENTION", "fa3", "--dustin-attention", "auto, dustin, flashinfer"),
         ("RECTIFY_INTERVAL", "-1", "--dustin-rectify-interval", "an integer from 0 (off) to 512"),
         ("RECTIFY_INTERVAL", "513", "--dustin-rectify-interval", "an integer from 0 (off) to 512"),

@@ -114,7 +114,7 @@ def test_time_that_is_up_leaves_no_row(folder: Path, tmp_path: Path) -> None:
 def test_a_window_equals_a_direct_computation(
     pair: tuple[TracedModel, TracedModel], reading: Reading, policy: str
 ) -> None:
-    method = Method(policy, 1, "automatic" if policy == "hybrid" else None, 0.5)
+    method = Method(policy, 1, *(("automatic", 0.5, True) if policy == "hybrid" else ()))
     values = measure(reading, [method, Method("oracle")], SIZE)[method]
     lists = reading.lists(method, SIZE)
     prefix = Prefix(pair[0], IDS)
@@ -133,15 +133,16 @@ def test_a_window_equals_a_direct_computation(
         assert values[w].tolist() == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("extra_step", [False, True])
 def test_scores_are_those_of_calibration(
-    pair: tuple[TracedModel, TracedModel], reading: Reading, profile: Profile
+    pair: tuple[TracedModel, TracedModel], reading: Reading, profile: Profile, extra_step: bool
 ) -> None:
     lengths = [place.length for place in PASSAGE.places]
-    windows, _ = collect(*pair, WholePassage(IDS, lengths, None), ROWS, SIZE)
+    windows, _ = collect(*pair, WholePassage(IDS, lengths, None), ROWS, SIZE, extra_step)
     for w, (n, window) in enumerate(zip(lengths, windows)):
         ahead = score(window.lookahead, profile.lookahead)
         back = score(window.history, profile.history)
-        torch.testing.assert_close(reading.lookahead["automatic"][w, :n], ahead, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(reading.lookahead["automatic", extra_step][w, :n], ahead, atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(reading.history["automatic", 1][0, w, :n], back, atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(reading.oracle[w, :, :n].sum(0), window.oracle)
 
@@ -151,8 +152,8 @@ def test_groups_read_their_own_lists(pair: tuple[TracedModel, TracedModel], prof
     reading = Reading(*pair, PASSAGE, ROWS, {"automatic": profile}, [1, 2])
     one, two = (reading.lists(Method("history", groups, "automatic"), SIZE) for groups in (1, 2))
     assert torch.equal(two[:, 1], one[:, 0]) and not torch.equal(two[:, 0], one[:, 0])
-    depth = reading.lists(Method("hybrid-depth", 2, "automatic"), SIZE)
-    assert torch.equal(depth[:, 0], reading.lists(Method("lookahead", 1, "automatic"), SIZE)[:, 0])
+    depth = reading.lists(Method("hybrid-depth", 2, "automatic", None, True), SIZE)
+    assert torch.equal(depth[:, 0], reading.lists(Method("lookahead", 1, "automatic", None, True), SIZE)[:, 0])
     assert torch.equal(depth[:, 1], two[:, 1])
     assert torch.equal(reading.by_layer(two), two[:, [0, 1, 1]])
     oracle = reading.lists(Method("oracle", 2), SIZE)

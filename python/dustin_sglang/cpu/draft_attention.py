@@ -19,8 +19,8 @@ class CpuMultiStepDraftBackend:
     """One attention backend for each drafting step.
 
     In step i every branch of every request has one row. It sees the committed context and what its own branch has
-    written in steps 0 to i; branches do not see each other. The last drafted token is never fed back, so there is one
-    backend less than there are steps.
+    written in steps 0 to i; branches do not see each other. SGLang never feeds the last drafted token back, so there is
+    one backend less than there are steps.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class CpuMultiStepDraftBackend:
         ----------
         forward_batch : ForwardBatch
             ``seq_lens`` is the committed length; ``out_cache_loc`` holds the slots of the whole round, int64
-            ``[bs * topk * steps]`` with a branch's slots side by side. Taking what a branch reads from there, and not
+            ``[bs * topk * slots]`` with a branch's slots side by side. Taking what a branch reads from there, and not
             from ``req_to_token``, makes it the same as what it writes for every page layout.
         """
         if forward_batch.forward_mode.is_idle() or not self.attn_backends:
@@ -71,7 +71,7 @@ class CpuMultiStepDraftBackend:
         steps = range(len(self.attn_backends))
         if not contexts:
             return [[] for _ in steps]
-        drafts = forward_batch.out_cache_loc.long().view(-1, self.topk, self.speculative_num_steps)
+        drafts = forward_batch.out_cache_loc.long().view(len(contexts), self.topk, -1)
         dtype = self.attn_backends[0].dtype
         return [
             [self._segment(b, context, drafts[b, :, : step + 1], dtype) for b, context in enumerate(contexts)]

@@ -100,7 +100,7 @@ class Request:
         self._policy = POLICIES[policy]()
         self.budget = self._policy.budget(size.budget, size.sinks, size.window, profile.lookahead_share)
         self._target = _Side(target, profile.history, capacity, shift=0, attended=layers)
-        self._draft = _Side(draft, profile.lookahead, capacity, shift=1, steps=rows - 2)
+        self._draft = _Side(draft, profile.lookahead, capacity, shift=1, steps=rows - 1)
 
     def decode(self, prompt: list[int], new_tokens: int, end: int | None, progress: Callable[[int], None]) -> Decoded:
         """Decode until the round in which `new_tokens` are reached, or until the token `end`.
@@ -136,7 +136,8 @@ class Request:
     def _round(self, ids: list[int], first: int) -> Round:
         """Run one round behind `ids`, whose last token has no KV yet; `first` is the draft's token behind it."""
         n = len(ids) - 1
-        drafted = [ids[-1], first, *self._draft.run_ahead(first, self._rows - 2)]
+        chain = self._draft.run_ahead(first, self._rows - 1)  # the last is not verified: its step looks ahead only
+        drafted = [ids[-1], first, *chain[:-1]]
         device = self._target.cache.keys[0].device
         zero, slots = torch.zeros(1, dtype=torch.int64, device=device), torch.arange(n, device=device)
         context = Context(slots.int().unsqueeze(0), zero, zero + n, n)
