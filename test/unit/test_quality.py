@@ -133,15 +133,16 @@ def test_a_window_equals_a_direct_computation(
         assert values[w].tolist() == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("extra_step", [False, True])
 def test_scores_are_those_of_calibration(
-    pair: tuple[TracedModel, TracedModel], reading: Reading, profile: Profile
+    pair: tuple[TracedModel, TracedModel], reading: Reading, profile: Profile, extra_step: bool
 ) -> None:
     lengths = [place.length for place in PASSAGE.places]
-    windows, _ = collect(*pair, WholePassage(IDS, lengths, None), ROWS, SIZE, extra_step=True)
+    windows, _ = collect(*pair, WholePassage(IDS, lengths, None), ROWS, SIZE, extra_step)
     for w, (n, window) in enumerate(zip(lengths, windows)):
         ahead = score(window.lookahead, profile.lookahead)
         back = score(window.history, profile.history)
-        torch.testing.assert_close(reading.lookahead["automatic", True][w, :n], ahead, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(reading.lookahead["automatic", extra_step][w, :n], ahead, atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(reading.history["automatic", 1][0, w, :n], back, atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(reading.oracle[w, :, :n].sum(0), window.oracle)
 
