@@ -47,7 +47,7 @@ class RealPair(kit_servers.SpecEagleServerBase):
     spec_algo = "DUSTIN"
     spec_steps, spec_topk, spec_tokens = 3, 1, 4
     trust_remote_code = False
-    mem_fraction_static = 0.6
+    mem_fraction_static = 0.9
     budget = 8192
 
     @classmethod

@@ -25,7 +25,7 @@ TOLERANCE = 1e-3 if ON_CPU else 0.1
 CPU_OPTIONS = ("--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.3")
 # Captured batch sizes with gaps, so that batches run padded; prefill graphs take a minute to capture. The fraction is
 # of a GPU that other test files may use too; --max-total-tokens is what bounds a server's memory.
-GPU_OPTIONS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.6", "--attention-backend", "flashinfer")
+GPU_OPTIONS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.9", "--attention-backend", "flashinfer")
 GPU_OPTIONS += ("--disable-prefill-cuda-graph", "--cuda-graph-bs-decode", "1", "4", "8", "--max-running-requests", "16")
 
 
