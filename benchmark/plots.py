@@ -34,7 +34,7 @@ ATTENTION_STYLE = {  # method: label, colour, line
     "ours": ("dense, ours", "tab:orange", "-"),
     "roofline": ("dense, roofline", "black", "--"),
     "flashinfer-sparse": ("sparse, FlashInfer fa2", "tab:blue", "-"),
-    "ours-sparse+selection": ("sparse, ours, with selection", "tab:green", "--"),
+    "ours-sparse+selection": ("sparse, ours, with its share of selection", "tab:green", "--"),
     "ours-sparse": ("sparse, ours", "tab:green", "-"),
 }
 PHASE_COLOURS = dict(zip((*PHASES, "idle"), ("tab:blue", "tab:green", "tab:red", "tab:purple", "tab:orange", "silver")))
@@ -47,7 +47,7 @@ def plot_attention(rows: Sequence[Row], *, shape: str, batch: int, k: int) -> Fi
         for row in rows
         if (row["shape"], row["batch"]) == (shape, batch)
         and row["k"] in (None, k)
-        and row["lookahead"] in (None, "3x4")
+        and row["lookahead"] in (None, "half")  # as the automatic profile scores these shapes
         and row["slots"] == "contiguous"
         and "step_us" in row
     ]
@@ -136,8 +136,8 @@ def plot_serving(rows: Sequence[Row]) -> Figure | None:
 def plot_quality(rows: Sequence[Row]) -> Figure | None:
     """KL to dense against the budget, a panel a task, a line a method; None without rows.
 
-    Drawn are the models, the context and the seed that have the most rows, of the profiles the first, and one list for
-    all layers, but for the oracle.
+    Drawn are the models, the context and the seed that have the most rows, of the profiles the automatic one or else
+    the first, and one list for all layers, but for the oracle.
     """
     if not rows:
         return None
@@ -146,7 +146,8 @@ def plot_quality(rows: Sequence[Row]) -> Figure | None:
         same = tuple(row[field] for field in ("model", "draft", "context", "rows", "dtype", "seed"))
         sets.setdefault(same, []).append(row)
     rows = max(sets.values(), key=len)
-    first = next((row["profile"] for row in rows if row["profile"] is not None), None)
+    profiles = [row["profile"] for row in rows if row["profile"] is not None]
+    first = "automatic" if "automatic" in profiles else next(iter(profiles), None)
     rows = [row for row in rows if row["profile"] in (None, first)]
     rows = [row for row in rows if row["policy"] == quality.ORACLE or row.get("groups", 1) == 1]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
@@ -224,7 +225,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "benchmark" / "results")
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     parser.add_argument("--shape", default="qwen2.5-72b", help="of the attention plot")
-    parser.add_argument("--batch", type=int, default=16, help="of the attention plot")
+    parser.add_argument("--batch", type=int, default=8, help="of the attention plot")
     parser.add_argument("--k", type=int, default=512, help="of the attention plot")
     args = parser.parse_args()
     for path in draw_all(args.results, args.out, shape=args.shape, batch=args.batch, k=args.k):

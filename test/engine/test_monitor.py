@@ -51,7 +51,15 @@ def generate(arguments: dict[str, Any], prompts: dict[str, list[int]], new_token
     )
 
 
-@pytest.mark.parametrize("kind, shape", [("standalone", {}), ("eagle", TREE), ("eagle3", {}), ("standalone", TREE)])
+@pytest.mark.parametrize(
+    "kind, shape",
+    [
+        ("standalone", {}),
+        ("eagle", TREE),
+        pytest.param("eagle3", {}, marks=pytest.mark.slow),
+        pytest.param("standalone", TREE, marks=pytest.mark.slow),
+    ],
+)
 def test_a_monitored_request_answers_and_remembers_as_an_unmonitored_one(
     models: dict[str, str], kind: str, shape: dict[str, int]
 ) -> None:

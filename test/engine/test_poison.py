@@ -118,7 +118,7 @@ def far_off(result: dict[str, Any], reference: dict[str, Any]) -> set[str]:
         ("standalone", 1, {}, {"DUSTIN_RECTIFY_INTERVAL": "8", "DUSTIN_SPARSE_DRAFT": "all"}),
         ("eagle", 1, TREE, {"DUSTIN_SPARSE_DRAFT": "all"}),
         pytest.param("eagle", 16, {}, {"DUSTIN_RECTIFY_INTERVAL": "8"}, marks=pytest.mark.slow),
-        ("eagle3", 1, {}, {"DUSTIN_POLICY": "lookahead"}),
+        pytest.param("eagle3", 1, {}, {"DUSTIN_POLICY": "lookahead"}, marks=pytest.mark.slow),
     ],
 )
 def test_poisoned_kv_changes_no_other_request(

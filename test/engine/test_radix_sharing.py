@@ -29,8 +29,15 @@ def alone(arguments: dict[str, Any], prompt: list[int], new_tokens: int) -> list
     return Engine(**arguments).generate({"alone": prompt}, new_tokens)["alone"]
 
 
-@pytest.mark.parametrize("kind", ["standalone", "eagle"])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    "kind, page_size",
+    [
+        ("standalone", 1),
+        ("eagle", 16),
+        pytest.param("standalone", 16, marks=pytest.mark.slow),
+        pytest.param("eagle", 1, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "budget, exact",
     [
@@ -70,7 +77,8 @@ def test_a_request_that_turns_sparse_shares_what_came_before(models: dict[str, s
 
 def test_shared_mode_reuses_everything(models: dict[str, str]) -> None:
     result = in_child(two_turns, dustin(models), env={"DUSTIN_BUDGET": "80", "DUSTIN_RADIX": "shared"})
-    assert result["cached"] == len(FIRST) + REPLY - 2 and result["leaked"] == 0
+    # The last token has KV only where a run was accepted beyond it.
+    assert result["cached"] - len(FIRST) - REPLY in (-2, -1) and result["leaked"] == 0
 
 
 @pytest.mark.parametrize("page_size", [1, 64])
@@ -150,8 +158,15 @@ def under_pressure(arguments: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("shape", [{}, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "page_size, shape",
+    [
+        pytest.param(1, {}, marks=pytest.mark.slow, id="chain, page 1"),
+        pytest.param(16, {}, id="chain, page 16"),
+        pytest.param(1, TREE, id="tree, page 1"),
+        pytest.param(16, TREE, marks=pytest.mark.slow, id="tree, page 16"),
+    ],
+)
 def test_retracted_requests_come_back_right(models: dict[str, str], page_size: int, shape: dict[str, int]) -> None:
     arguments = dustin(models, page_size=page_size, max_total_tokens=704, schedule_conservativeness=0.1, **shape)
     result = in_child(under_pressure, arguments, env={"DUSTIN_BUDGET": "4096"})

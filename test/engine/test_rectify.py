@@ -76,11 +76,11 @@ def assert_exact(models: dict[str, str], kind: str, snapshots: list[dict[str, An
     "kind, shape, page_size, drafting",
     [
         ("standalone", {}, 1, "off"),
-        ("standalone", TREE, 16, "all"),
-        ("eagle", {}, 16, "off"),
+        pytest.param("standalone", TREE, 16, "all", marks=pytest.mark.slow),
+        pytest.param("eagle", {}, 16, "off", marks=pytest.mark.slow),
         ("eagle", TREE, 1, "all"),
         ("eagle3", {}, 1, "all"),
-        ("eagle3", TREE, 16, "off"),
+        pytest.param("eagle3", TREE, 16, "off", marks=pytest.mark.slow),
     ],
 )
 def test_rectified_kv_is_that_of_a_fresh_prefill(

@@ -82,8 +82,15 @@ def run(arguments: dict[str, Any], poison: str) -> dict[str, Any]:
     return dict(outputs=outputs, drafts=drafts, left_out=min(poisoned_slots), layers=len(layers))
 
 
-@pytest.mark.parametrize("mode, layers", [("all", 3), ("unscored", 1)])
-@pytest.mark.parametrize("shape, page_size", [({}, 1), (TREE, 16)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "mode, layers, shape, page_size",
+    [
+        ("all", 3, {}, 1),
+        ("unscored", 1, TREE, 16),
+        pytest.param("all", 3, TREE, 16, marks=pytest.mark.slow),
+        pytest.param("unscored", 1, {}, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_unlisted_slots_are_never_read(
     models: dict[str, str], mode: str, layers: int, shape: dict[str, int], page_size: int
 ) -> None:

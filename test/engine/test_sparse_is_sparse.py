@@ -101,7 +101,8 @@ def test_unlisted_slots_are_never_read(models: dict[str, str], policy: str, shap
 
 
 @pytest.mark.parametrize(
-    "policy, shape, groups", [("hybrid", TREE, 2), ("history", {}, 4), ("quest", {}, 2), ("quest", {}, 4)]
+    "policy, shape, groups",
+    [("hybrid", TREE, 2), ("history", {}, 4), ("quest", {}, 2), pytest.param("quest", {}, 4, marks=pytest.mark.slow)],
 )
 def test_each_group_of_layers_reads_its_own_list(
     models: dict[str, str], policy: str, shape: dict[str, int], groups: int

@@ -44,7 +44,8 @@ def run(folder: Path, out: str, *more: str) -> int:
     arguments = {"target": "target", "draft": "draft", "text": "a.txt", "held-out": "b.txt", "out": out}
     paths = [part for flag, name in arguments.items() for part in (f"--{flag}", str(folder / name))]
     sizes = ["--windows", "4", "--context", "160", "--budget", "40", "--window", "8", "--trials", "4"]
-    return main([*paths, *sizes, "--cost", "0.2", "--device", "cpu", *more])
+    # The last one counts, so that a test may ask for equal weights, the default.
+    return main([*paths, *sizes, "--cost", "0.2", "--device", "cpu", "--weights", "fit", *more])
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +116,7 @@ def test_without_an_extra_step_passages_are_measured_again(
 
 
 def test_equal_weights_are_none_and_the_split_is_chosen(folder: Path, made: dict[str, Any]) -> None:
+    assert Settings().weights == "equal"
     assert run(folder, "equal.json", "--resume", str(folder / "kept"), "--weights", "equal") == 0
     loaded = load_profile(str(folder / "equal.json"), DRAFT, TARGET)
     assert loaded.lookahead.weights is None and loaded.history.weights is None and loaded.history.count == 4
@@ -159,7 +161,7 @@ def test_retrieval_heads_need_a_model_that_answers(
 
 def test_retrieval_heads_choose_where_it_does(folder: Path) -> None:
     sizes = Settings(windows=4, context=160, budget=40, window=8, trials=2, cost=0.05, objective="needle")
-    settings = dataclasses.replace(sizes, weights="equal")
+    settings, sizes = sizes, dataclasses.replace(sizes, weights="fit")
     models = [TracedModel(folder / role, "cpu", torch.float32) for role in ("target", "draft")]
     calibration = Calibration(*models, settings)
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")

@@ -4,9 +4,9 @@
 
     python -m dustin_sglang.calibrate --target MODEL --draft MODEL --text FILE... --held-out FILE... --out profile.json
 
-reads passages of the texts with both models in transformers, chooses the heads, their weights and the share of
-lookahead, measures them beside the automatic profile on the held-out texts, and writes the profile, two pictures and a
-table beside it.
+reads passages of the texts with both models in transformers, chooses the heads, their weights if asked for, and the
+share of lookahead, measures them beside the automatic profile on the held-out texts, and writes the profile, two
+pictures and a table beside it.
 """
 
 from __future__ import annotations

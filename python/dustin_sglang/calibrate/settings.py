@@ -54,7 +54,7 @@ class Settings:
     window: int = 64
     cost: float = 1 / 16
     draft_layers: int | None = None
-    weights: str = "fit"
+    weights: str = "equal"
     objective: str = "kl"
     layer_groups: tuple[int, ...] = ()
     trials: int = 20
