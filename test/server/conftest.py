@@ -23,7 +23,7 @@ GPU_DRAFT = TinyLlama(hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two groups for two workers: the tests of the shared servers, and those that start processes of their own."""
     for item in items:
-        shared = {"server", "head_server"} & set(getattr(item, "fixturenames", ()))
+        shared = {"server", "head_server", "either"} & set(getattr(item, "fixturenames", ()))
         item.add_marker(pytest.mark.xdist_group("shared servers" if shared else "own processes"))
 
 
