@@ -19,14 +19,6 @@ GPU_TARGET = TinyLlama(hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=
 GPU_DRAFT = TinyLlama(hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, seed=100, bigram=1.0)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two groups for two workers: the tests of the shared servers, and those that start processes of their own."""
-    for item in items:
-        shared = {"server", "head_server", "either"} & set(getattr(item, "fixturenames", ()))
-        item.add_marker(pytest.mark.xdist_group("shared servers" if shared else "own processes"))
-
-
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders of a tiny target, a whole-model draft of another shape and an EAGLE head."""
