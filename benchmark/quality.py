@@ -42,6 +42,7 @@ from dustin_sglang.calibrate.texts import Texts
 from dustin_sglang.calibrate.trace import CalibrationError, TracedModel
 from dustin_sglang.config import EXTRA_STEP_MODES, DustinConfig
 from dustin_sglang.profile import Profile, ProfileError
+from dustin_sglang.selection.policies import POLICIES
 
 KEY = (
     "model",
@@ -172,7 +173,8 @@ def name_of(row: Row) -> str:
     """What a table calls a row's method."""
     name = f"{row['policy']}, {row['groups']} lists" if row["groups"] > 1 else row["policy"]
     share = "" if row["lookahead_share"] is None else f" {row['lookahead_share']:g}"
-    fewer = "" if row.get("extra_step") is not False else ", no extra step"  # runs from before the flag had none either
+    looks_ahead = row["policy"] != ORACLE and POLICIES[row["policy"]].uses_lookahead
+    fewer = ", no extra step" if looks_ahead and not row.get("extra_step") else ""  # as in runs from before the flag
     return name + share + fewer + ("" if row["profile"] is None else f" ({row['profile']})")
 
 

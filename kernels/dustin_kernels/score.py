@@ -56,7 +56,7 @@ class _Groups:
 def _group_heads(
     layer_of_head: tuple[int, ...],
     kv_head_of_head: tuple[int, ...],
-    head_weights: tuple[float, ...],
+    head_weights: tuple[float, ...] | None,
     device: torch.device,
 ) -> _Groups:
     members: dict[tuple[int, int], list[int]] = {}
@@ -65,7 +65,8 @@ def _group_heads(
     keys = tuple(sorted(members))
     size = max(len(heads) for heads in members.values())
     table = [members[key] + [-1] * (size - len(members[key])) for key in keys]
-    weights = [[head_weights[head] if head >= 0 else 0.0 for head in row] for row in table]
+    of_head = head_weights or (1.0,) * len(layer_of_head)
+    weights = [[of_head[head] if head >= 0 else 0.0 for head in row] for row in table]
     return _Groups(
         keys,
         torch.tensor(table, dtype=torch.int32, device=device),
@@ -117,7 +118,7 @@ def _check(
     max_len: int,
     shift: int,
     parts: int,
-    head_weights: tuple[float, ...],
+    head_weights: tuple[float, ...] | None,
     out: Tensor | None,
 ) -> None:
     device = q.device
@@ -141,8 +142,9 @@ def _check(
             raise ValueError(f"{name} has {len(values)} entries; q has {heads} heads")
         if not all(0 <= value < end for value in values):
             raise ValueError(f"{name} is {values}; its entries must be from 0 to {end - 1}")
-    if len(head_weights) != heads or not all(0 <= weight < math.inf for weight in head_weights):
-        raise ValueError(f"head_weights is {head_weights}; it must hold a finite number of at least 0 for each head")
+    weights = head_weights
+    if weights is not None and (len(weights) != heads or not all(0 <= weight < math.inf for weight in weights)):
+        raise ValueError(f"head_weights is {weights}; it must hold a finite number of at least 0 for each head")
     check_tensor("req_to_token", req_to_token, [None, None], [torch.int32], device)
     check_tensor("req_pool_indices", req_pool_indices, [bs], [torch.int64, torch.int32], device)
     check_tensor("seq_lens", seq_lens, [bs], [torch.int64, torch.int32], device)
@@ -224,15 +226,14 @@ def score_positions(
     RuntimeError
         `backend` is "triton" and the tensors are neither on a GPU nor interpreted.
     """
-    weights = (1.0,) * q.shape[2] if head_weights is None else tuple(head_weights)
     _check(
         q, k_cache, layer_of_head, kv_head_of_head, req_to_token, req_pool_indices, seq_lens, max_len, shift, parts,
-        weights, out,
+        head_weights, out,
     )  # fmt: skip
     if not use_triton(backend, q.device):
         return reference.score_positions(
             q, k_cache, layer_of_head, kv_head_of_head, req_to_token, req_pool_indices, seq_lens, sm_scale,
-            max_len=max_len, shift=shift, parts=parts, head_weights=weights, out=out,
+            max_len=max_len, shift=shift, parts=parts, head_weights=head_weights, out=out,
         )  # fmt: skip
     bs, num_rows, _, head_dim = q.shape
     if head_dim not in (16, 32, 64, 128, 256):
@@ -243,7 +244,7 @@ def score_positions(
         return out
 
     _launch(
-        q, k_cache, _group_heads(tuple(layer_of_head), tuple(kv_head_of_head), weights, q.device), req_to_token,
+        q, k_cache, _group_heads(tuple(layer_of_head), tuple(kv_head_of_head), head_weights, q.device), req_to_token,
         req_pool_indices, seq_lens, sm_scale * math.log2(math.e), max_len, shift, parts, out,
     )  # fmt: skip
     return out
