@@ -82,6 +82,14 @@ def score_positions(
     return out
 
 
+def mix_scores(scores: Tensor, weights: Tensor) -> Tensor:
+    """Reference of `dustin_kernels.mix_scores`."""
+    total = torch.zeros(weights.shape[0], *scores.shape[1:], dtype=torch.float32, device=scores.device)
+    for part, score in enumerate(scores):
+        total += weights[:, part].view(-1, 1, 1) * score
+    return total
+
+
 def score_keys(scores: Tensor) -> Tensor:
     """int32 keys that order float32 scores as `select_positions` does: negative, -0 and NaN count as 0."""
     bits = scores.view(torch.int32)

@@ -23,7 +23,6 @@ def answers(prompt: list[int]) -> dict[str, Any]:
     from dustin_sglang.selection.policies import POLICIES as policies
 
     engine = Engine(
-        threads=2,
         model_path=str(MODELS / "smollm2"),
         speculative_draft_model_path=str(MODELS / "smollm2-draft26"),
         speculative_algorithm="dustin",

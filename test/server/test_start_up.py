@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from scheduler_harness import in_child
 from serving import Server, command, free_port
 from words import words
 
@@ -24,24 +26,48 @@ def test_sglang_serve_reaches_it_with_an_eagle_head(head_server: Server) -> None
     assert "draft eagle;" in head_server.log.read_text()
 
 
+def launch(arguments: list[str]) -> str:
+    """What ``python -m sglang.launch_server`` says when it does not start."""
+    import runpy
+    from contextlib import redirect_stderr
+
+    stderr, sys.argv = io.StringIO(), ["launch_server", *arguments]
+    try:
+        with redirect_stderr(stderr):
+            runpy.run_module("sglang.launch_server", run_name="__main__")
+    except (SystemExit, Exception) as error:
+        assert not isinstance(error, SystemExit) or error.code not in (None, 0), "it exited without an error"
+        return f"{stderr.getvalue()}{error}"
+    raise AssertionError("the server ran and ended")
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["--dustin-policy", "best"], "--dustin-policy (or DUSTIN_POLICY) is 'best'; it must be one of dense, history"),
-        (["--dustin-budget", "lots"], "--dustin-budget (or DUSTIN_BUDGET) is 'lots'; it must be an integer"),
         (["--dustin-unknown", "1"], "unrecognized arguments: --dustin-unknown"),
         (["--attention-backend", "triton"], "remove --attention-backend triton"),
     ],
 )
-def test_a_bad_flag_is_a_clear_exit(tiny: dict[str, str], arguments: list[str], message: str) -> None:
-    models = ["--model-path", tiny["target"], "--speculative-draft-model-path", tiny["draft"]]
+def test_a_bad_flag_says_so(tiny: dict[str, str], arguments: list[str], message: str) -> None:
+    # From the fork server, which has SGLang imported: a process of its own would take most of its time for that.
+    assert message in in_child(launch, launch_arguments(tiny, *arguments))
+
+
+def test_a_bad_flag_is_a_clear_exit(tiny: dict[str, str]) -> None:
     run = subprocess.run(
-        command(*models, "--speculative-algorithm", "dustin", *arguments, port=free_port()),
+        command(*launch_arguments(tiny, "--dustin-budget", "lots"), port=free_port()),
         capture_output=True,
         text=True,
         timeout=120,
     )
+    message = "--dustin-budget (or DUSTIN_BUDGET) is 'lots'; it must be an integer"
     assert run.returncode != 0 and message in run.stderr + run.stdout
+
+
+def launch_arguments(tiny: dict[str, str], *arguments: str) -> list[str]:
+    models = ["--model-path", tiny["target"], "--speculative-draft-model-path", tiny["draft"], "--device", "cpu"]
+    return [*models, "--speculative-algorithm", "dustin", *arguments]
 
 
 def test_two_engines_of_different_kinds_in_one_process(tiny: dict[str, str], tmp_path: Path) -> None:

@@ -14,21 +14,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from scheduler_harness import Engine, in_child
+
 SCRIPT = """
-import sys
+import json, sys
 import dustin_sglang.cpu
 dustin_sglang.cpu.enable()
 import sglang as sgl
 if __name__ == '__main__':
-    target, draft, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    engine = sgl.Engine(model_path=target, speculative_algorithm='dustin', speculative_draft_model_path=draft,
+    model, prompts = sys.argv[1], json.loads(sys.argv[2])
+    engine = sgl.Engine(model_path=model, speculative_algorithm='dustin', speculative_draft_model_path=model,
         device='cpu', dtype='float32', skip_tokenizer_init=True, mem_fraction_static=0.2, max_total_tokens=2048,
-        tp_size=size)
-    prompts = [[3 + (i * step) % 250 for i in range(200)] for step in (7, 11)]
+        tp_size=2)
     for out in engine.generate(input_ids=prompts, sampling_params=dict(temperature=0, max_new_tokens=24)):
         print('TOKENS', out['output_ids'])
     engine.shutdown()
 """
+# A whole-model draft with the target's head counts, which two ranks divide.
+PROMPTS = [[3 + (i * step) % 250 for i in range(200)] for step in (7, 11)]
+OPTIONS = {"DUSTIN_BUDGET": "60", "DUSTIN_WINDOW": "16", "OMP_NUM_THREADS": "1"}
 
 
 # A plugin of SGLang, found by its metadata, that writes each rank's lists to a file of its own.
@@ -58,33 +62,50 @@ def write_spy(folder: Path) -> None:
     (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nspy = spy:register\n")
 
 
-def run(folder: Path, target: str, size: int) -> tuple[list[str], list[list[Any]]]:
-    """Tokens of two requests, and the lists that each rank chose for them."""
-    # A whole-model draft with the target's head counts, which two ranks divide.
-    binding = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if size == 2 else {}
-    lists = folder / f"lists-{size}"
-    lists.mkdir()
-    environment = os.environ | {"DUSTIN_BUDGET": "60", "DUSTIN_WINDOW": "16", "OMP_NUM_THREADS": "1"} | binding
-    environment |= {"LISTS": str(lists), "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+def two_ranks(folder: Path, model: str, lists: Path) -> list[list[int]]:
+    """Tokens of the requests; each rank writes its lists."""
+    (folder / "engine.py").write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, str(folder / "engine.py"), target, target, str(size)],
+        [sys.executable, str(folder / "engine.py"), model, json.dumps(PROMPTS)],
         capture_output=True,
         text=True,
         timeout=240,
-        env=environment,
+        env=os.environ
+        | OPTIONS
+        | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "LISTS": str(lists)}
+        | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("TOKENS")]
-    assert len(lines) == 2, done.stderr[-3000:]
-    chosen = [[json.loads(line) for line in file.read_text().splitlines()] for file in lists.iterdir()]
-    assert len(chosen) == size
-    return lines, chosen
+    lines = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("TOKENS")]
+    assert len(lines) == len(PROMPTS), done.stderr[-3000:]
+    return lines
+
+
+def one_rank(folder: str, model: str) -> list[list[int]]:
+    """The same on one rank, in this process."""
+    sys.path.insert(0, folder)  # where the plugin is found
+    engine = Engine(
+        model_path=model,
+        speculative_algorithm="dustin",
+        speculative_draft_model_path=model,
+        max_total_tokens=2048,
+    )
+    return list(engine.generate({str(i): ids for i, ids in enumerate(PROMPTS)}, 24).values())
+
+
+def written(lists: Path) -> list[list[Any]]:
+    """Length and list of every selection, for each process that selected."""
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in lists.iterdir()]
 
 
 def test_two_ranks_choose_the_lists_and_give_the_tokens_of_one(tiny: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "engine.py").write_text(SCRIPT)
     write_spy(tmp_path)
-    tokens, (first, second) = run(tmp_path, tiny["target"], 2)
-    expected_tokens, (expected,) = run(tmp_path, tiny["target"], 1)
+    alone, split = tmp_path / "one", tmp_path / "two"
+    alone.mkdir()
+    split.mkdir()
+    tokens = two_ranks(tmp_path, tiny["target"], split)
+    expected_tokens = in_child(one_rank, str(tmp_path), tiny["target"], env=OPTIONS | {"LISTS": str(alone)})
+    first, second = written(split)
+    (expected,) = written(alone)
     assert first == second and len(first) > 20
     assert sorted(first) == sorted(expected), "in whatever batches they were chosen"
     assert tokens == expected_tokens
