@@ -95,8 +95,9 @@ class Quality:
         extra_steps = [mode == "auto" for mode in args.extra_step]
         layers = target.shape.layers
         self._methods = make_methods(args.policies, profiles, args.shares, layers, args.groups, extra_steps)
-        first = dict([next(iter(profiles.items()))])
-        self._default = make_methods([DustinConfig().policy], first, [], layers)[1]  # behind the oracle
+        name, first = next(iter(profiles.items()))
+        count = first.layer_groups if first.layer_groups in args.groups else 1
+        self._default = make_methods([DustinConfig().policy], {name: first}, [], layers, [count])[-1]
 
     def run(self, results: Results, start: float) -> None:
         """Add the rows that `results` does not have; the time left is shared evenly by the tasks and contexts left.

@@ -30,7 +30,7 @@ class Method:
     profile
         Name of the profile; None where no signal is used.
     share
-        Lookahead share; None where the policy has no split.
+        Lookahead share; None where the policy has none, or each group its own.
     extra_step
         Whether the last verified token looks ahead too (``--dustin-extra-step``); None where nothing looks ahead.
     """
@@ -71,21 +71,28 @@ def make_methods(
             methods.append(Method(policy))
         else:
             for name, profile in profiles.items():
-                own = [profile.lookahead_share, *shares] if policy in ("hybrid", "hybrid-sum") else [None]
                 steps = extra_steps if POLICIES[policy].uses_lookahead else [None]
                 methods += [
                     Method(policy, count, name, share, step)
-                    for count in possible_groups(policy, groups)
-                    for share in dict.fromkeys(own)
+                    for count in possible_groups(policy, groups, profile)
+                    for share in _shares(policy, count, profile, shares)
                     for step in steps
                 ]
     return methods
 
 
-def possible_groups(policy: str, groups: Sequence[int]) -> list[int]:
-    """Those of `groups` that a policy can have; 1 for a policy that can only have one list."""
-    possible = [count for count in groups if POLICIES[policy].why_not_groups(count) is None]
+def possible_groups(policy: str, groups: Sequence[int], profile: Profile | None = None) -> list[int]:
+    """Those of `groups` that a policy can have under a profile; 1 for a policy that can only have one list."""
+    mixed = {} if profile is None else profile.grouped_lookahead
+    possible = [count for count in groups if POLICIES[policy].why_not_groups(count, count in mixed) is None]
     return possible or [1] * (POLICIES[policy].why_not_groups(1) is None)
+
+
+def _shares(policy: str, count: int, profile: Profile, others: Sequence[float]) -> list[float | None]:
+    """Lookahead shares of a policy; None where it has none, or where each group of layers has its own."""
+    if policy == "hybrid-sum" and count in profile.grouped_lookahead:
+        return [None]
+    return list(dict.fromkeys([profile.lookahead_share, *others])) if policy in ("hybrid", "hybrid-sum") else [None]
 
 
 def make_profiles(

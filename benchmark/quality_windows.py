@@ -17,12 +17,14 @@ from dustin_kernels import select_positions
 from dustin_sglang.calibrate.mass import ListSize
 from dustin_sglang.calibrate.simulate import Prefix
 from dustin_sglang.calibrate.trace import Layer, TracedModel, attention_weights
+from dustin_sglang.grouping import Grouping
 from dustin_sglang.profile import ModelShape, Profile
 from dustin_sglang.selection.context import Context
 from dustin_sglang.selection.heads import Heads
 from dustin_sglang.selection.layer_groups import LayerGroups
 from dustin_sglang.selection.page_bounds import PageBounds
 from dustin_sglang.selection.policies import POLICIES
+from dustin_sglang.selection.policies.hybrid_sum import HybridSum
 from dustin_sglang.selection.signals import Signal
 
 COLUMNS = ("kl", "agreement", "mass", "nll", "dense_nll")
@@ -56,16 +58,26 @@ class _Recorder:
             self._scale = layer.scale
 
     def score(
-        self, groups: Sequence[Heads], kind: type[Signal], context: Context, rows: slice, shift: int
+        self,
+        groups: Sequence[Heads],
+        kind: type[Signal],
+        context: Context,
+        rows: slice,
+        shift: int,
+        mix: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Scores float32 ``[groups, windows, context.max_len]`` of each group's heads by the queries of `rows`."""
+        """Scores float32 ``[groups, windows, context.max_len]`` of each group's heads by the queries of `rows`.
+
+        `mix` is as `Signal` takes it.
+        """
         heads = Heads.of(place for group in groups for place in group.each)
         parts = [self._queries[layer][:, rows, list(chosen)] for layer, chosen in heads.by_layer]
         kv_heads = heads.kv_heads(self._shape.heads, self._shape.kv_heads)
         keys = [self._keys[layer] for layer in heads.layers]
         store = _Queries(heads, torch.cat(parts, dim=2).contiguous())
         places = heads.places(groups)
-        return kind(store, keys, kv_heads, self._scale, shift=shift, parts=places).score(context)  # type: ignore[arg-type]
+        signal = kind(store, keys, kv_heads, self._scale, shift=shift, parts=places, mix=mix)  # type: ignore[arg-type]
+        return signal.score(context)
 
 
 class Reading:
@@ -98,6 +110,7 @@ class Reading:
         lengths = torch.tensor(self.lengths, device=device)
         prompts = torch.tensor([place.prompt for place in passage.places], device=device)
         self.context, self.prompts = self._batch(lengths, end), self._batch(prompts, end)
+        self.profiles = profiles
         self.groups = {count: LayerGroups(target.shape.layers, count) for count in {1, target.shape.layers, *groups}}
         histories = {
             (name, count): profile.group_history(self.groups[count])
@@ -126,9 +139,12 @@ class Reading:
 
         self._dense: dict[int, torch.Tensor] = {}
         now, then, steps = slice(0, 1), slice(1, 2), {True: slice(rows), False: slice(rows - 1)}
-        self.lookahead = {  # by profile and whether there is an extra step
-            (name, extra): ahead.score([profile.lookahead], Signal, self.context, seen, 1)[0]
+        # By profile, groups and whether there is an extra step; groups that share lookahead have that of one.
+        self.lookahead = {
+            (name, count, extra): ahead.score(one.lookahead, Signal, self.context, seen, 1, mix=one.mix(device))
             for name, profile in profiles.items()
+            for count in {1, *profile.grouped_lookahead} & {1, *groups}
+            for one in [Grouping(profile, HybridSum(), self.groups[count])]
             for extra, seen in steps.items()
         }
         self.at_prompt = {name: back.score(histories[name, 1], Signal, self.prompts, then, 0)[0] for name in profiles}
@@ -166,12 +182,20 @@ class Reading:
                 num_lookahead=0,
             )
             return best.unflatten(0, (-1, method.groups))
-        policy, key = POLICIES[method.policy](), (method.profile, method.groups)
-        budget = policy.budget(size.budget, size.sinks, size.window, method.share or 0.0)
-        ahead = self.lookahead[method.profile, method.extra_step] if policy.uses_lookahead else None
-        history = (self.pages if policy.paged else self.history)[key] if policy.uses_history else None
-        if history is not None:
-            history = history[-policy.history_groups(method.groups) :]
+        policy = POLICIES[method.policy]()
+        if method.profile is None:
+            budget = policy.budget(size.budget, size.sinks, size.window, 0.0)
+            return policy.select_groups(budget, None, None, self.context).transpose(0, 1)
+        grouping = Grouping(self.profiles[method.profile], policy, self.groups[method.groups])
+        mixed = grouping.weights is not None
+        budget = grouping.budget(size.budget, size.sinks, size.window, method.share)
+        ahead = None
+        if policy.uses_lookahead:
+            ahead = self.lookahead[method.profile, method.groups if mixed else 1, method.extra_step]
+        history = None
+        if policy.uses_history:
+            key = (method.profile, 1 if mixed else method.groups)
+            history = (self.pages if policy.paged else self.history)[key][-len(grouping.history) :]
         if policy.name == "snapkv":
             policy.select(budget, None, self.at_prompt[method.profile], self.prompts)
         return policy.select_groups(budget, ahead, history, self.context).transpose(0, 1)

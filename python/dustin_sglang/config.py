@@ -50,7 +50,7 @@ class DustinConfig:
         P: a list ends where it holds this share of the estimated attention to unprotected positions; 1 never ends it
         before the budget.
     layer_groups
-        G, contiguous groups of target layers, each of which reads a list of its own.
+        G, contiguous groups of target layers, each of which reads a list of its own; ``None`` takes the profile's.
     radix
         ``"exact"``: KV computed under sparse attention never enters the radix tree. ``"shared"``: it does, tagged.
     sparse_draft
@@ -80,9 +80,9 @@ class DustinConfig:
     window: int = 64
     lookahead_share: float | None = None
     profile: str = "auto"
-    policy: str = "hybrid"
+    policy: str = "hybrid-sum"
     mass: float = 1.0
-    layer_groups: int = 1
+    layer_groups: int | None = None
     radix: str = "exact"
     sparse_draft: str = "off"
     extra_step: str = "auto"
@@ -104,12 +104,11 @@ class DustinConfig:
                 f"--dustin-mass (or DUSTIN_MASS) is {self.mass:g} with --dustin-policy {self.policy}, which scores "
                 "nothing to estimate mass by; use 1"
             )
-        _check("layer_groups", self.layer_groups, self.layer_groups >= 1, _GROUPS_RANGE)
-        if obstacle := POLICIES[self.policy].why_not_groups(self.layer_groups):
-            raise ConfigError(
-                f"--dustin-layer-groups (or DUSTIN_LAYER_GROUPS) is {self.layer_groups} with --dustin-policy "
-                f"{self.policy}: {obstacle}"
-            )
+        groups = self.layer_groups
+        _check("layer_groups", groups, groups is None or groups >= 1, _GROUPS_RANGE)
+        # Whether lookahead can differ between groups is the profile's to say, and `wiring` asks it.
+        if groups and (obstacle := POLICIES[self.policy].why_not_groups(groups, mixed=True)):
+            raise groups_refused(groups, self.policy, obstacle)
         _check("radix", self.radix, self.radix in RADIX_MODES, "one of " + ", ".join(RADIX_MODES))
         modes = SPARSE_DRAFT_MODES
         _check("sparse_draft", self.sparse_draft, self.sparse_draft in modes, "one of " + ", ".join(modes))
@@ -147,6 +146,13 @@ class DustinConfig:
             if text is not None:
                 given[field.name] = _parse(field.name, text)
         return cls(**given)
+
+
+def groups_refused(count: int, policy: str, obstacle: str) -> ConfigError:
+    """The error of a number of layer groups that a policy cannot have."""
+    return ConfigError(
+        f"--dustin-layer-groups (or DUSTIN_LAYER_GROUPS) is {count} with --dustin-policy {policy}: {obstacle}"
+    )
 
 
 def variable(name: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dustin_sglang.config import ConfigError, DustinConfig
+from dustin_sglang.grouping import count_groups
 from dustin_sglang.selection.layer_groups import LayerGroups
 
 MAX_HEAD_DIM = 256  # of dustin_kernels.attend_slots
@@ -44,7 +45,8 @@ def attention_backend() -> str:
 def create_target_backend(model_runner: Any) -> Any:
     """The target's attention backend, which verifies over a selection."""
     config, args, context = DustinConfig.from_env(), model_runner.server_args, model_runner.model_config.context_len
-    groups = LayerGroups(model_runner.model_config.num_attention_layers, config.layer_groups)
+    paths = {"draft": args.speculative_draft_model_path, "target": args.model_path}
+    groups = LayerGroups(model_runner.model_config.num_attention_layers, count_groups(config, paths))
     if is_cpu():
         from dustin_sglang.cpu.verify import DustinCpuBackend
 

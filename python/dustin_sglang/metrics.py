@@ -72,7 +72,9 @@ class PrometheusMetrics(Metrics):
         self._selected = counter("selected_positions", "Positions listed in sparse request-steps.")
         self._context = counter("context_positions", "Committed positions of sparse request-steps.")
         self._by_source = counter(
-            "selected_by_source", "Positions listed in sparse request-steps, by reason.", "source"
+            "selected_by_source",
+            "Positions listed in sparse request-steps, by reason; of summed signals by what each counts for.",
+            "source",
         )
         self._accepted = counter("accepted_tokens", "Tokens accepted, bonus tokens included.")
         self._rectifications = counter("rectifications", "Times that a request's approximate KV was rewritten.")
@@ -100,8 +102,7 @@ class PrometheusMetrics(Metrics):
         if selection.kept is not None:
             self._late = _Late(budget, selection.sparse, *to_host(selection.kept))
             return
-        by_source = {"protected": budget.protected, "lookahead": budget.lookahead, budget.rest: budget.left}
-        self._count_sources({source: len(context) * count for source, count in by_source.items()})
+        self._count_sources({source: len(context) * count for source, count in budget.by_source.items()})
 
     def _count_sources(self, by_source: Mapping[str, int]) -> None:
         self._selected.inc(sum(by_source.values()))

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dustin_sglang.fingerprint import fingerprint
-from dustin_sglang.profile_file import ProfileError, parse_heads, parse_number, parse_weights, read_json
+from dustin_sglang.profile_file import ProfileError, parse_count, parse_heads, parse_number, parse_weights, read_json
 from dustin_sglang.selection.heads import Heads
 from dustin_sglang.selection.layer_groups import LayerGroups
 
 logger = logging.getLogger(__name__)
 
-# Fields that came later (`grouped_history`, weights) are optional: older files stay valid.
+# Fields that came later (`grouped_history`, `grouped_lookahead`, `layer_groups`, weights) are optional: older files
+# stay valid.
 VERSION = 1
 SHIPPED = Path(__file__).parent / "profiles"
 # Without a measured profile: the layers that scoring reads may cost this share of the target's dense KV, but the
@@ -46,6 +48,36 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class GroupWeights:
+    """What each group of target layers makes of the scores that all of them share.
+
+    Attributes
+    ----------
+    lookahead
+        For each group, the weight of every lookahead layer of the profile; a group's weights sum to 1.
+    shares
+        For each group, lookahead's share in policy hybrid-sum; history, the same for all groups, has the rest.
+
+    Raises
+    ------
+    ValueError
+        Groups of different sizes, weights that are not finite, negative or all 0, or a share that is not in 0..1.
+    """
+
+    lookahead: tuple[tuple[float, ...], ...]
+    shares: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for weights in self.lookahead:
+            if not all(0 <= weight < math.inf for weight in weights) or abs(sum(weights) - 1) > 1e-3:
+                raise ValueError(f"weights {list(weights)} of a group must be at least 0 and sum to 1")
+            if len(weights) != len(self.lookahead[0]):
+                raise ValueError("groups have weights for different numbers of layers")
+        if len(self.shares) != len(self.lookahead) or not all(0 <= share <= 1 for share in self.shares):
+            raise ValueError(f"shares {list(self.shares)} must be a number in 0..1 for each of the groups")
+
+
+@dataclass(frozen=True)
 class Profile:
     """Scoring heads of a model pair.
 
@@ -67,6 +99,10 @@ class Profile:
         What the calibration found, for readers: objective, budget, captured mass and so on. Nothing depends on it.
     grouped_history
         Number of layer groups to the target heads whose last query looks back for them, some in each group.
+    grouped_lookahead
+        Number of layer groups to what each makes of lookahead and of the one list's history.
+    layer_groups
+        Number of layer groups of a launch that does not say.
     """
 
     draft: ModelShape
@@ -78,6 +114,8 @@ class Profile:
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     measured: Mapping[str, Any] = field(default_factory=dict)
     grouped_history: Mapping[int, Heads] = field(default_factory=dict)
+    grouped_lookahead: Mapping[int, GroupWeights] = field(default_factory=dict)
+    layer_groups: int = 1
 
     def __post_init__(self) -> None:
         backs = {"history": self.history} | {f"history of {n} groups": h for n, h in self.grouped_history.items()}
@@ -107,6 +145,19 @@ class Profile:
                         f"profile {self.name}: history of {count} groups names no head in layers {layers.start} to "
                         f"{layers.stop - 1}"
                     )
+
+        for count, weights in self.grouped_lookahead.items():
+            if not 1 <= count <= self.target.layers or count != len(weights.lookahead):
+                raise ProfileError(
+                    f"profile {self.name}: {len(weights.lookahead)} groups stand under the number {count}"
+                )
+            if len(weights.lookahead[0]) != len(self.lookahead.layers):
+                raise ProfileError(
+                    f"profile {self.name}: lookahead of {count} groups has weights for {len(weights.lookahead[0])} "
+                    f"layers, but {len(self.lookahead.layers)} look ahead"
+                )
+        if self.layer_groups != 1 and self.layer_groups not in {*self.grouped_lookahead, *self.grouped_history}:
+            raise ProfileError(f"profile {self.name}: layer_groups is {self.layer_groups}, which it does not describe")
 
     def group_history(self, groups: LayerGroups) -> tuple[Heads, ...]:
         """History heads of each group: those that were measured for so many groups, else by rule.
@@ -167,11 +218,28 @@ def find_profile(draft: ModelShape, target: ModelShape, paths: Mapping[str, str]
     paths
         Folders (or names on a hub) of ``draft`` and ``target``.
     """
-    found = {role: fingerprint(path) for role, path in paths.items()}
-    for file in sorted(SHIPPED.glob("*.json")) if all(found.values()) else []:
-        if json.loads(file.read_text()).get("fingerprints") == found:
-            return load_profile(str(file), draft, target)
-    return auto_profile(draft, target)
+    file = shipped_for({role: fingerprint(path) for role, path in paths.items()})
+    return auto_profile(draft, target) if file is None else load_profile(file, draft, target)
+
+
+def default_groups(name: str, paths: Mapping[str, str]) -> int:
+    """Layer groups of a launch that does not say, as `choose_profile` finds the profile; shapes are not needed.
+
+    Parameters
+    ----------
+    paths
+        Folders (or names on a hub) of ``draft`` and ``target``.
+    """
+    file = name if name != "auto" else shipped_for({role: fingerprint(path) for role, path in paths.items()})
+    return 1 if file is None else parse_count(read_json(file).get("layer_groups", 1))
+
+
+def shipped_for(fingerprints: Mapping[str, str | None]) -> str | None:
+    """The shipped file that was measured on exactly these checkpoints, if there is one."""
+    for file in sorted(SHIPPED.glob("*.json")) if all(fingerprints.values()) else []:
+        if json.loads(file.read_text()).get("fingerprints") == fingerprints:
+            return str(file)
+    return None
 
 
 def check_fingerprints(profile: Profile, paths: Mapping[str, str]) -> None:
@@ -207,6 +275,8 @@ def load_profile(path: str, draft: ModelShape, target: ModelShape) -> Profile:
         prints = {role: str(data["fingerprints"][role]) for role in ("draft", "target") if data.get("fingerprints")}
         measured = dict(data.get("measured", {}))
         grouped = {int(count): Heads(parse_heads(heads)) for count, heads in data.get("grouped_history", {}).items()}
+        ahead = {int(count): parse_groups(groups) for count, groups in data.get("grouped_lookahead", {}).items()}
+        layer_groups = parse_count(data.get("layer_groups", 1))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ProfileError(f"--dustin-profile {path}: malformed: {error!r}") from error
     for role, shape in (("draft", draft), ("target", target)):
@@ -216,7 +286,27 @@ def load_profile(path: str, draft: ModelShape, target: ModelShape) -> Profile:
                 "use --dustin-profile auto or a profile of this pair"
             )
     name = Path(path).stem
-    return Profile(draft, target, heads["lookahead"], heads["history"], share, name, prints, measured, grouped)
+    return Profile(
+        draft,
+        target,
+        heads["lookahead"],
+        heads["history"],
+        share,
+        name,
+        prints,
+        measured,
+        grouped,
+        ahead,
+        layer_groups,
+    )
+
+
+def parse_groups(groups: Any) -> GroupWeights:
+    """Weights of groups out of ``{"lookahead": [[weight, ...], ...], "shares": [share, ...]}``, or ValueError."""
+    return GroupWeights(
+        tuple(tuple(parse_number(weight) for weight in weights) for weights in groups["lookahead"]),
+        tuple(parse_number(share) for share in groups["shares"]),
+    )
 
 
 def save_profile(profile: Profile, path: str) -> None:
@@ -241,6 +331,10 @@ def save_profile(profile: Profile, path: str) -> None:
             data[f"{signal}_weights"] = by_layer
     if profile.grouped_history:
         data["grouped_history"] = {str(count): plain(heads) for count, heads in profile.grouped_history.items()}
+    if profile.grouped_lookahead:
+        data["grouped_lookahead"] = {str(count): vars(groups) for count, groups in profile.grouped_lookahead.items()}
+    if profile.layer_groups != 1:
+        data["layer_groups"] = profile.layer_groups
     if profile.fingerprints:
         data["fingerprints"] = dict(profile.fingerprints)
     if profile.measured:

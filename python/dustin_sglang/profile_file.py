@@ -102,3 +102,16 @@ def parse_number(value: Any) -> float:
     if type(value) not in (int, float):
         raise ValueError(f"{value!r} is not a number")
     return float(value)
+
+
+def parse_count(value: Any) -> int:
+    """A JSON number of things.
+
+    Raises
+    ------
+    ProfileError
+        Anything but a whole number of at least 1.
+    """
+    if type(value) is not int or value < 1:
+        raise ProfileError(f"{value!r} is not a whole number of at least 1")
+    return value

@@ -147,7 +147,7 @@ def _models(server_args: Any, kind: DraftKind) -> Iterator[str]:
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 if the draft extrapolates"
         )
     layers, groups = target.num_attention_layers, DustinConfig.from_env().layer_groups
-    if groups > layers:
+    if groups and groups > layers:
         yield (
             f"--dustin-layer-groups (or DUSTIN_LAYER_GROUPS) is {groups}, but the target has {layers} layers; give a "
             f"number from 1 to {layers}"

@@ -6,14 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from dustin_sglang import compat, devices
-from dustin_sglang.config import ConfigError, DustinConfig
+from dustin_sglang.config import ConfigError, DustinConfig, groups_refused
+from dustin_sglang.grouping import Grouping, count_groups
 from dustin_sglang.profile import ModelShape, Profile, choose_profile
 from dustin_sglang.selection.adaptive import least
 from dustin_sglang.selection.heads import Heads
 from dustin_sglang.selection.layer_groups import LayerGroups
 from dustin_sglang.selection.page_bounds import PageBounds
-from dustin_sglang.selection.policies import POLICIES
+from dustin_sglang.selection.policies import POLICIES, Budget
+from dustin_sglang.selection.policies.base import SUMMED
 from dustin_sglang.selection.selector import Selector
 from dustin_sglang.selection.signals import Signal
 from dustin_sglang.selection.state import QueryStore
@@ -26,8 +30,8 @@ class Wiring:
 
     Attributes
     ----------
-    history
-        Heads that score for each group of target layers, of the deepest groups where the policy scores some only.
+    grouping
+        What the groups of target layers score.
     sparse_draft
         None where drafting reads everything.
     extra_step
@@ -38,7 +42,7 @@ class Wiring:
     target_backend: Any
     target_store: QueryStore
     profile: Profile
-    history: tuple[Heads, ...]
+    grouping: Grouping
     draft_kind: str
     sparse_draft: SparseDraft | None
     extra_step: bool = False
@@ -51,15 +55,17 @@ class Wiring:
         else:
             fewer = "" if config.mass == 1 else f"{least(budget)} to "
             reads = (
-                f"{fewer}{budget.total} positions ({budget.protected} protected, {budget.lookahead} lookahead, "
-                f"{budget.left} {budget.rest})"
+                f"{fewer}{budget.total} positions ({budget.protected} protected, "
+                + (f"{budget.lookahead} lookahead, " if budget.lookahead or budget.rest != SUMMED else "")
+                + f"{budget.left} {_summed(budget) if budget.rest == SUMMED else budget.rest})"
             )
             if fewer:
                 reads += f", up to {config.mass:g} of the estimated mass,"
             rest = f"the rest every {config.rectify_interval} tokens; " if config.rectify_interval else ""
             exact = f"contexts of up to {budget.total} tokens, prompts; {rest}radix {config.radix}"
-        groups = "" if config.layer_groups == 1 else f" in each of {config.layer_groups} groups of layers"
-        lookahead, history = self.profile.lookahead, _joined(self.history)
+        count = self.grouping.groups.count
+        groups = "" if count == 1 else f" in each of {count} groups of layers"
+        lookahead, history = self.profile.lookahead, _joined(self.grouping.history)
         return (
             f"dustin: policy {policy.name}, verification reads {reads}{groups}; profile {self.profile.name} (draft "
             f"layers {_span(lookahead)}, target layer {_span(history)}); draft {self.draft_kind}; drafting reads "
@@ -73,6 +79,11 @@ class Wiring:
         dense = self.sparse_draft.dense_layers
         where = " but in the profile's layers" if dense else ""
         return f"the last list and the tokens since{where}{further}"
+
+
+def _summed(budget: Budget) -> str:
+    shares = " / ".join(f"{share:.0%}" for share in budget.shares)
+    return f"by the sum of lookahead ({shares}) and history"
 
 
 def _monitoring(config: DustinConfig) -> str:
@@ -104,7 +115,8 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
     ProfileError
         A profile that does not fit the models.
     ConfigError
-        A ``--dustin-sparse-draft`` that leaves every layer of this draft dense, or that the kernel cannot serve.
+        A ``--dustin-sparse-draft`` that leaves every layer of this draft dense, or that the kernel cannot serve; groups
+        of layers whose lists could not differ.
     ValueError
         A KV cache of another type than its model.
     """
@@ -124,21 +136,23 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
         branches=draft_worker.topk,
     )
     policy = POLICIES[config.policy]()
-    history = profile.group_history(LayerGroups(target.layers, config.layer_groups))
-    history = history[-policy.history_groups(config.layer_groups) :]
-    target_store = _store(target_runner, _joined(history), pending_rows=width)
+    groups = LayerGroups(target.layers, count_groups(config, paths))
+    grouping = Grouping(profile, policy, groups)
+    if obstacle := policy.why_not_groups(groups.count, mixed=grouping.weights is not None):
+        raise groups_refused(groups.count, policy.name, obstacle)
+    target_store = _store(target_runner, _joined(grouping.history), pending_rows=width)
     target_backend = target_runner.attn_backend
     target_backend.store = target_store
 
-    share = profile.lookahead_share if config.lookahead_share is None else config.lookahead_share
     # A budget beyond the context length is all of it; no list needs to be wider.
     total = min(config.budget, target_runner.model_config.context_len)
+    mix = grouping.mix(draft_runner.device)
     selector = Selector(
         policy,
-        policy.budget(total, config.sinks, config.window, share),
-        lookahead=_signal(Signal, draft_runner, draft_store, [profile.lookahead], shift=1),
-        history=_signal(Signal, target_runner, target_store, history, shift=0),
-        pages=_signal(PageBounds, target_runner, target_store, history, shift=0),
+        grouping.budget(total, config.sinks, config.window, config.lookahead_share),
+        lookahead=_signal(Signal, draft_runner, draft_store, grouping.lookahead, shift=1, mix=mix),
+        history=_signal(Signal, target_runner, target_store, grouping.history, shift=0),
+        pages=_signal(PageBounds, target_runner, target_store, grouping.history, shift=0),
         mass=config.mass,
     )
     sparse_draft = None
@@ -150,7 +164,7 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
     draft_worker.bind(draft_store, sparse_draft)
     kind = draft_runner.spec_algorithm.kind.value
     extra_step = draft_worker.extra_step
-    return Wiring(selector, target_backend, target_store, profile, history, kind, sparse_draft, extra_step)
+    return Wiring(selector, target_backend, target_store, profile, grouping, kind, sparse_draft, extra_step)
 
 
 def _joined(parts: Sequence[Heads]) -> Heads:
@@ -173,7 +187,15 @@ def _store(runner: Any, heads: Heads, **kwargs: Any) -> QueryStore:
     )
 
 
-def _signal(kind: type[Signal], runner: Any, store: QueryStore, parts: Sequence[Heads], *, shift: int) -> Signal:
+def _signal(
+    kind: type[Signal],
+    runner: Any,
+    store: QueryStore,
+    parts: Sequence[Heads],
+    *,
+    shift: int,
+    mix: torch.Tensor | None = None,
+) -> Signal:
     """A signal of a part of the store's heads each; `parts` are those of all ranks."""
     rank, size, reduce = compat.tensor_parallel(runner)
     model = runner.model_config
@@ -186,6 +208,7 @@ def _signal(kind: type[Signal], runner: Any, store: QueryStore, parts: Sequence[
         shift=shift,
         reduce=reduce,
         parts=store.heads.places(own),
+        mix=mix,
     )
 
 

@@ -82,7 +82,7 @@ def test_of_every_policys_list_the_protected_positions_and_the_floor_stay(name: 
     inside = torch.arange(100) < torch.tensor(lengths).unsqueeze(1)
     lookahead, history = torch.rand(2, 4, 100, generator=generator) ** 4 * inside
     context = Context(torch.zeros(8, 100, dtype=torch.int32), torch.arange(4), torch.tensor(lengths), 100)
-    signals = (lookahead if policy.uses_lookahead else None, history[None] if policy.uses_history else None)
+    signals = (lookahead[None] if policy.uses_lookahead else None, history[None] if policy.uses_history else None)
     full = policy.select_groups(budget, *signals, context)
     positions, counts = keep_mass(budget, mass, full, *signals, context.seq_lens)
     assert positions.shape == full.shape and positions.dtype == torch.int32

@@ -50,7 +50,7 @@ def run(folder: Path, out: str, *more: str) -> int:
 
 @pytest.fixture(scope="module")
 def made(folder: Path) -> dict[str, Any]:
-    assert run(folder, "pair.json", "--resume", str(folder / "kept")) == 0
+    assert run(folder, "pair.json", "--resume", str(folder / "kept"), "--layer-groups", "2") == 0
     return json.loads((folder / "pair.json").read_text())
 
 
@@ -59,10 +59,8 @@ def test_it_writes_a_profile_that_loads_and_two_pictures(folder: Path, made: dic
     assert len(loaded.history.layers) == 1 and 1 <= loaded.history.count <= 4
     # A fifth of the target's 256 elements of K and V is six KV heads of eight: two draft layers.
     assert 1 <= len(loaded.lookahead.layers) <= 2
-    for heads in (loaded.lookahead, loaded.history):
-        weights = [weight for *_, weight in heads.each]
-        assert max(weights) == 1 and min(weights) >= 0.01
-    assert 0 < loaded.lookahead_share < 1
+    assert all(len(heads) == DRAFT.heads for _, heads in loaded.lookahead.by_layer)
+    assert set(loaded.grouped_lookahead) == {2} and loaded.layer_groups == 2
     for picture in ("pair.heads.png", "pair.recall.png"):
         assert (folder / picture).read_bytes().startswith(b"\x89PNG")
 
@@ -75,8 +73,9 @@ def test_the_profile_says_what_it_was_measured_on(folder: Path, made: dict[str, 
     assert measured["measured_on"] == "held-out: b"
     assert measured["weights"] == "fit" and measured["extra_step"] is True
     assert measured["held_back"]["windows"] == 2
-    assert all(0 < measured["held_back"]["captured_mass"][name] <= 1 for name in ("equal", "fitted"))
-    assert {"hybrid-sum, this profile", "hybrid-sum, equal weights"} <= set(measured["table"])
+    masses = measured["held_back"]["captured_mass"]
+    assert masses.keys() == {"1 lists", "2 lists", "equal weights"} and all(0 < mass <= 1 for mass in masses.values())
+    assert {"hybrid-sum, this profile", "hybrid-sum, 2 lists, this profile"} <= set(measured["table"])
     assert measured["table"]["oracle (one list)"]["captured_mass"] == 1
     assert set(measured["table"]["hybrid, this profile"]) == {"captured_mass", "agreement", "kl"}
 
@@ -101,7 +100,7 @@ def test_going_on_gives_the_same_profile_without_reading_again(
 
     collect = calibration.collect
     monkeypatch.setattr(calibration, "collect", lambda *args: reads.append(args) or collect(*args))
-    assert run(folder, "again.json", "--resume", str(folder / "kept")) == 0
+    assert run(folder, "again.json", "--layer-groups", "2", "--resume", str(folder / "kept")) == 0
     assert json.loads((folder / "again.json").read_text()) == made
     assert len(reads) == 1, "three of the four passages were kept"
 
@@ -121,7 +120,7 @@ def test_equal_weights_are_none_and_the_split_is_chosen(folder: Path, made: dict
     loaded = load_profile(str(folder / "equal.json"), DRAFT, TARGET)
     assert loaded.lookahead.weights is None and loaded.history.weights is None and loaded.history.count == 4
     assert 1 <= loaded.lookahead.count <= 6 * 2 and round(loaded.lookahead_share / 0.05, 6) % 1 == 0
-    assert "held_back" not in loaded.measured and "hybrid-sum, equal weights" not in loaded.measured["table"]
+    assert "held_back" not in loaded.measured and not loaded.grouped_lookahead and loaded.layer_groups == 1
 
 
 def test_weights_of_fewer_draft_layers(folder: Path, made: dict[str, Any]) -> None:
@@ -137,8 +136,8 @@ def test_captured_mass_makes_a_profile_too(folder: Path, made: dict[str, Any]) -
 
 @pytest.mark.parametrize("objective", ["kl", "mass"])
 def test_groups_of_layers_get_a_history_layer_each(folder: Path, made: dict[str, Any], objective: str) -> None:
-    options = ["--resume", str(folder / "kept"), "--objective", objective, "--layer-groups", "2", "4"]
-    assert run(folder, "groups.json", *options) == 0
+    options = ["--resume", str(folder / "kept"), "--objective", objective, "--weights", "equal"]
+    assert run(folder, "groups.json", *options, "--layer-groups", "2", "4") == 0
     loaded = load_profile(str(folder / "groups.json"), DRAFT, TARGET)
     assert set(loaded.grouped_history) == {2, 4}
     first, second = loaded.grouped_history[2].layers
@@ -146,10 +145,8 @@ def test_groups_of_layers_get_a_history_layer_each(folder: Path, made: dict[str,
     assert loaded.grouped_history[4].layers == (0, 1, 2, 3), "a group of one layer has no choice"
     assert loaded.measured["table"]["hybrid, 2 lists, this profile"]["kl"] > 0
     if objective == "kl":
-        assert (loaded.history.by_layer, loaded.lookahead_share) == (
-            load_profile(str(folder / "pair.json"), DRAFT, TARGET).history.by_layer,
-            made["lookahead_share"],
-        ), "what one list reads is chosen as without groups"
+        without = load_profile(str(folder / "pair.json"), DRAFT, TARGET)
+        assert loaded.history == without.history, "what one list reads is chosen as without groups"
 
 
 def test_retrieval_heads_need_a_model_that_answers(
@@ -160,8 +157,7 @@ def test_retrieval_heads_need_a_model_that_answers(
 
 
 def test_retrieval_heads_choose_where_it_does(folder: Path) -> None:
-    sizes = Settings(windows=4, context=160, budget=40, window=8, trials=2, cost=0.05, objective="needle")
-    settings, sizes = sizes, dataclasses.replace(sizes, weights="fit")
+    settings = Settings(windows=4, context=160, budget=40, window=8, trials=2, cost=0.05, objective="needle")
     models = [TracedModel(folder / role, "cpu", torch.float32) for role in ("target", "draft")]
     calibration = Calibration(*models, settings)
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
@@ -172,9 +168,6 @@ def test_retrieval_heads_choose_where_it_does(folder: Path) -> None:
     chosen = calibration.choose(dataclasses.replace(data, measured=[data.measured[0], answered]), {})
     assert chosen.history.layers == (2,)
     assert chosen.lookahead.by_layer == ((1, (4, 5)),), "a twentieth of 256 elements is one KV head of eight"
-    weighed = Calibration(*models, sizes).choose(dataclasses.replace(data, measured=[answered] * 2), {})
-    assert weighed.lookahead.layers == (1,) and set(weighed.lookahead.by_layer[0][1]) <= {4, 5}
-    assert weighed.lookahead.weights or weighed.history.weights
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from dustin_sglang.config import ConfigError, DustinConfig, add_flags, flags_to_
 
 def test_defaults_are_the_documented_ones() -> None:
     assert DustinConfig.from_env({}) == DustinConfig(
-        512, 4, 64, None, "auto", "hybrid", 1.0, 1, "exact", "off", "auto", "auto", 0, 0, 0.0
+        512, 4, 64, None, "auto", "hybrid-sum", 1.0, None, "exact", "off", "auto", "auto", 0, 0, 0.0
     )
 
 

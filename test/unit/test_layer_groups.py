@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from dustin_sglang.config import ConfigError, DustinConfig
-from dustin_sglang.profile import ModelShape, auto_profile
+from dustin_sglang.grouping import Grouping, count_groups
+from dustin_sglang.profile import (
+    GroupWeights,
+    ModelShape,
+    Profile,
+    ProfileError,
+    auto_profile,
+    load_profile,
+    save_profile,
+)
 from dustin_sglang.selection.context import Context
 from dustin_sglang.selection.heads import Heads
 from dustin_sglang.selection.layer_groups import LayerGroups
@@ -40,7 +53,7 @@ def test_heads_are_split_by_the_group_of_their_layer() -> None:
     assert heads.places(parts) == (slice(0, 2), slice(2, 2), slice(2, 4))
 
 
-@pytest.mark.parametrize("policy", ["lookahead", "streaming", "random", "dense", "snapkv"])
+@pytest.mark.parametrize("policy", ["streaming", "random", "dense", "snapkv"])
 def test_a_policy_whose_lists_would_not_differ_refuses_groups(policy: str) -> None:
     assert DustinConfig(policy=policy, layer_groups=1).layer_groups == 1
     with pytest.raises(ConfigError, match=f"--dustin-layer-groups .* is 2 with --dustin-policy {policy}: .*use 1"):
@@ -123,12 +136,85 @@ def test_heads_count_by_their_weights_in_whichever_part_they_are() -> None:
     torch.testing.assert_close(both, first + second)
 
 
+SHAPE = ModelShape(layers=4, heads=2, kv_heads=1, head_dim=DIM)
+MIXED = Profile(
+    SHAPE,
+    SHAPE,
+    Heads(((0, (0, 1)), (1, (0,)))),
+    Heads(((3, (0, 1)),)),
+    grouped_lookahead={2: GroupWeights(((1.0, 0.0), (0.25, 0.75)), (0.625, 0.875))},
+    layer_groups=2,
+)
+
+
+@pytest.mark.parametrize("policy", ["lookahead", "hybrid", "hybrid-sum"])
+def test_groups_that_weigh_the_drafts_layers_differently_read_different_lists(policy: str) -> None:
+    """Draft layer 0 looks at 15 and 16, layer 1 at 9 and 8: the first group heeds layer 0 alone, the second layer 1."""
+    grouping = Grouping(MIXED, POLICIES[policy](), LayerGroups(4, 2))
+    heads = MIXED.lookahead
+    store, pools = store_of(heads), [keys_of((15, 16)), keys_of((9, 8))]
+    ahead = Signal(
+        store, pools, (0,) * 3, 1.0, shift=0, parts=heads.places(grouping.lookahead), mix=grouping.mix("cpu")
+    )
+    back = Signal(store_of(MIXED.history), [keys_of((30, 11))], (0, 0), 1.0, shift=0)
+    budget = grouping.budget(5 if policy == "hybrid" else 4, 1, 2)
+    selection = Selector(grouping.policy, budget, ahead, back, pages=back).select(batch(), LENGTHS)
+    assert selection.positions is not None and selection.positions.shape[0] == 2
+    for row, (first, second) in enumerate([(15, 9), (16, 8)]):
+        one, two = (set(listed[row]) for listed in selection.positions.tolist())
+        assert first in one and second not in one and second in two and first not in two
+
+
+def test_layers_are_mixed_by_the_mean_of_their_heads() -> None:
+    grouping = Grouping(MIXED, POLICIES["hybrid-sum"](), LayerGroups(4, 2))
+    mix = grouping.mix("cpu")
+    assert mix is not None and mix.tolist() == [[0.5, 0.0], [0.125, 0.75]]
+    assert grouping.budget(10, 1, 2).shares == (0.625, 0.875) and grouping.budget(10, 1, 2, share=0.25).shares == (0.25,)
+    assert grouping.budget(10, 1, 2).by_source == {"protected": 3, "lookahead": 5, "history": 2}
+    alone = grouping.of_one(1)
+    assert alone.lookahead.each == ((0, 0, 0.125), (0, 1, 0.125), (1, 0, 0.75)) and alone.lookahead_share == 0.875
+
+
+def test_a_policy_that_does_not_mix_has_histories_of_groups() -> None:
+    grouping = Grouping(MIXED, POLICIES["history"](), LayerGroups(4, 2))
+    assert grouping.weights is None and grouping.mix("cpu") is None and grouping.lookahead == (MIXED.lookahead,)
+    assert [part.layers for part in grouping.history] == [(1,), (3,)]
+
+
+def test_lookahead_alone_has_groups_where_the_profile_mixes_it() -> None:
+    lookahead = POLICIES["lookahead"]
+    assert lookahead.why_not_groups(2, mixed=True) is None and "use 1" in (lookahead.why_not_groups(2) or "")
+
+
+def test_a_launch_takes_the_profiles_groups_unless_it_says(tmp_path: Path) -> None:
+    file, nowhere = str(tmp_path / "mixed.json"), {"draft": "nowhere", "target": "nowhere"}
+    save_profile(MIXED, file)
+    assert load_profile(file, SHAPE, SHAPE).grouped_lookahead == MIXED.grouped_lookahead
+    assert count_groups(DustinConfig(profile=file), nowhere) == 2
+    assert count_groups(DustinConfig(profile=file, policy="history"), nowhere) == 1
+    assert count_groups(DustinConfig(profile=file, layer_groups=1), nowhere) == 1
+    assert count_groups(DustinConfig(), nowhere) == 1
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(layer_groups=4), "layer_groups is 4, which it does not describe"),
+        (dict(grouped_lookahead={3: MIXED.grouped_lookahead[2]}), "2 groups stand under the number 3"),
+        (dict(lookahead=Heads(((0, (0,)),))), "has weights for 2 layers, but 1 look ahead"),
+    ],
+)
+def test_a_mixed_profile_that_makes_no_sense_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        replace(MIXED, **change)
+
+
 def test_the_start_up_line_names_groups_their_layers_and_the_mass() -> None:
     shape = ModelShape(layers=6, heads=4, kv_heads=2, head_dim=16)
-    profile, policy, config = auto_profile(shape, shape), POLICIES["hybrid"](), DustinConfig(layer_groups=2, mass=0.9)
+    profile, policy, config = auto_profile(shape, shape), POLICIES["hybrid"](), DustinConfig(mass=0.9)
     selector = Selector(policy, policy.budget(512, 4, 64, 0.5), None, None, None, 0.9)  # type: ignore[arg-type]
-    history = profile.group_history(LayerGroups(6, 2))
-    wiring = Wiring(selector, None, None, profile, history, "standalone", None)  # type: ignore[arg-type]
+    grouping = Grouping(profile, policy, LayerGroups(6, 2))
+    wiring = Wiring(selector, None, None, profile, grouping, "standalone", None)  # type: ignore[arg-type]
     assert wiring.describe(config).startswith(
         "dustin: policy hybrid, verification reads 123 to 512 positions (68 protected, 222 lookahead, 222 history), "
         "up to 0.9 of the estimated mass, in each of 2 groups of layers; profile auto (draft layers 3,4,5: 12 heads, "

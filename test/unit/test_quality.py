@@ -29,7 +29,7 @@ TARGET = TinyLlama(num_layers=3)
 DRAFT = TinyLlama(hidden_size=48, num_layers=4, num_heads=6, num_kv_heads=3, head_dim=8, seed=4)
 IDS = torch.randint(3, 256, (130,), generator=torch.Generator().manual_seed(0)).tolist()
 ROWS, SIZE = 4, ListSize(budget=24, sinks=2, window=3)
-DEFAULT = ("hybrid", "automatic", 0.5)
+DEFAULT = ("hybrid-sum", "automatic", 0.5)
 PASSAGE = Passage(IDS, [Place(90, 80), Place(110, 100), Place(120, 120)])
 
 
@@ -142,7 +142,7 @@ def test_scores_are_those_of_calibration(
     for w, (n, window) in enumerate(zip(lengths, windows)):
         ahead = score(window.lookahead, profile.lookahead)
         back = score(window.history, profile.history)
-        torch.testing.assert_close(reading.lookahead["automatic", extra_step][w, :n], ahead, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(reading.lookahead["automatic", 1, extra_step][0, w, :n], ahead, atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(reading.history["automatic", 1][0, w, :n], back, atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(reading.oracle[w, :, :n].sum(0), window.oracle)
 

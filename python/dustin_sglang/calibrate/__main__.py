@@ -60,12 +60,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--window", type=int, default=default.window, metavar="N", help="last positions (default: %(default)s)")
     add("--cost", type=float, default=default.cost, metavar="SHARE", help="bytes that lookahead may read, as a share "
         "of the target's K and V (default: 1/16)")  # fmt: skip
-    add("--weights", choices=WEIGHTS, default=default.weights, help="fit: weights of the heads and the share for "
-        "--dustin-policy hybrid-sum; equal: 1 each, and the share for hybrid (default: %(default)s)")  # fmt: skip
-    add("--draft-layers", type=int, default=default.draft_layers, metavar="N", help="draft layers whose heads get "
-        "weights, at most (default: as many as --cost allows, at least 1)")  # fmt: skip
-    add("--layer-groups", type=int, nargs="+", default=default.layer_groups, metavar="G", help="also choose a history "
-        "layer for each of G groups of layers, as --dustin-layer-groups of a launch (default: none)")  # fmt: skip
+    add("--weights", choices=WEIGHTS, default=default.weights, help="fit: all heads of some draft layers, and weights "
+        "of these for each group of target layers (--dustin-policy hybrid-sum); equal: the heads that serve best, 1 "
+        "each, and the share for hybrid (default: %(default)s)")  # fmt: skip
+    add("--draft-layers", type=int, default=default.draft_layers, metavar="N", help="draft layers that get weights "
+        "(default: as many as --cost allows, at least 1)")  # fmt: skip
+    add("--layer-groups", type=int, nargs="+", default=default.layer_groups, metavar="G", help="also fit the weights "
+        "of G groups of target layers, or choose a history layer for each, as --dustin-layer-groups of a launch; with "
+        "fitted weights a launch takes the largest (default: none)")  # fmt: skip
     add("--trials", type=int, default=default.trials, metavar="N", help="splits to try (default: %(default)s)")
     add("--seed", type=int, default=default.seed, help="of passages, needles and optuna (default: %(default)s)")
     add_device_options(parser)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from dustin_sglang.calibrate.simulate import Prefix
 from dustin_sglang.calibrate.store import Measured, Store
 from dustin_sglang.calibrate.texts import Passage, Texts
 from dustin_sglang.calibrate.trace import CalibrationError, TracedModel
-from dustin_sglang.calibrate.weights import Fitted, fit_heads
+from dustin_sglang.calibrate.weights import fit_layers
 from dustin_sglang.calibrate.windows import Window, collect
 from dustin_sglang.profile import Profile, auto_profile
 from dustin_sglang.selection.heads import Heads
@@ -107,7 +107,7 @@ class Calibration:
         return Mass(data.windows, self.settings.size)
 
     def choose(self, data: Data, fingerprints: dict[str, str]) -> Profile:
-        """Choose history, then lookahead, then the split; or weights of both, and of their heads.
+        """Choose history, then lookahead, then the split; or the draft's layers and their weights for groups.
 
         Raises
         ------
@@ -124,18 +124,20 @@ class Calibration:
         objective = self.objective(data)
         history = self._history(objective, windows, ranks["target retrieval"])
         if settings.weights == "fit":
-            chosen, measured = self._fitted(data, history, ranks["draft retrieval"])
-        else:
-            chosen, measured = self._unweighed(objective, windows, history, ranks["draft retrieval"]), {}
+            return self._fitted(data, history, fingerprints)
+        lookahead = self._lookahead(windows, ranks["draft retrieval"])
+        ahead = [score(w.lookahead, lookahead) for w in windows]
+        back = [score(w.history, history) for w in windows]
+        share, value = choose_share(objective, ahead, back, settings.size, settings.trials, settings.seed)
+        _say(f"lookahead share {share:.2f}: {settings.objective} {value:.4f}")
         return Profile(
             self.draft.shape,
             self.target.shape,
-            chosen.lookahead,
-            chosen.history,
-            chosen.share,
+            lookahead,
+            history,
+            round(share, 4),
             "calibrated",
             fingerprints,
-            measured,
             grouped_history={
                 count: self._grouped_history(count, objective, windows, ranks["target retrieval"])
                 for count in settings.layer_groups
@@ -171,38 +173,36 @@ class Calibration:
         print(f"history of {count} groups: target layers {', '.join(map(str, best))}", flush=True)
         return Heads(tuple((layer, tuple(range(self.target.shape.heads))) for layer in best))
 
-    def _unweighed(self, objective: Objective, windows: list[Window], history: Heads, ranks: torch.Tensor) -> Fitted:
-        """Heads that count the same, and the share for the budget split."""
-        settings, lookahead = self.settings, self._lookahead(windows, ranks)
-        ahead = [score(w.lookahead, lookahead) for w in windows]
-        back = [score(w.history, history) for w in windows]
-        share, value = choose_share(objective, ahead, back, settings.size, settings.trials, settings.seed)
-        print(f"lookahead share {share:.2f}: {settings.objective} {value:.4f}", flush=True)
-        return Fitted(lookahead, history, round(share, 4))
-
-    def _fitted(self, data: Data, history: Heads, ranks: torch.Tensor) -> tuple[Fitted, dict[str, Any]]:
-        """Heads with weights, and what they capture in the windows that the fit has not seen."""
+    def _fitted(self, data: Data, history: Heads, fingerprints: dict[str, str]) -> Profile:
+        """All heads of some draft layers, what groups make of them, and what that captures in windows held back."""
         settings, draft, target = self.settings, self.draft.shape, self.target.shape
-        windows, unseen = data.held_back()
-        if settings.objective == "needle":
-            candidates = self._lookahead(windows, ranks)
-            layers = len(candidates.layers)
-        else:
-            candidates = Heads(tuple((layer, tuple(range(draft.heads))) for layer in range(draft.layers)))
-            layers = settings.draft_layers or max(1, self._most // draft.kv_heads)
-        size, device = settings.size, self.target.device
-        found = fit_heads(windows, candidates, history, size, settings.drafted, layers, device, _say)
-        every = Heads(tuple(part for part in candidates.by_layer if part[0] in found.lookahead.layers))
-        profiles = {
-            "equal": Profile(draft, target, every, history),
-            "fitted": Profile(draft, target, found.lookahead, found.history, found.share),
-        }
+        (windows, unseen), most = data.held_back(), settings.draft_layers or max(1, self._most // draft.kv_heads)
+        counts = sorted({1, *settings.layer_groups})
+        groups = [LayerGroups(target.layers, count) for count in counts]
+        found = fit_layers(
+            windows, history, groups, settings.size, settings.drafted, most, str(self.target.device), _say
+        )
+        lookahead = Heads(tuple((layer, tuple(range(draft.heads))) for layer in found.layers))
+        # One list by equal weights: those of one group are fitted to see what weights alone are worth.
+        weights = {count: one for count, one in found.groups.items() if count > 1}
+        profile = Profile(
+            draft,
+            target,
+            lookahead,
+            history,
+            name="calibrated",
+            fingerprints=fingerprints,
+            grouped_lookahead=weights,
+            layer_groups=counts[-1],
+        )
         masses = {
-            name: round(recall_curve(choose_with("hybrid-sum", profile), unseen, [size])[0], 4)
-            for name, profile in profiles.items()
+            f"{count} lists": round(recall_curve(choose_with("hybrid-sum", one, count), unseen, [settings.size])[0], 4)
+            for count in counts
+            for one in [profile if count > 1 else replace(profile, grouped_lookahead=found.groups)]
         }
-        _say(f"lookahead share {found.share:.2f}; captured mass in {len(unseen)} windows held back: {masses}")
-        return found, {"held_back": {"windows": len(unseen), "captured_mass": masses}}
+        masses["equal weights"] = round(recall_curve(choose_with("hybrid-sum", profile), unseen, [settings.size])[0], 4)
+        _say(f"captured mass in {len(unseen)} windows held back: {masses}")
+        return replace(profile, measured={"held_back": {"windows": len(unseen), "captured_mass": masses}})
 
     @property
     def _most(self) -> int:

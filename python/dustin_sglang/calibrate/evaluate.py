@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
+from dustin_kernels import mix_scores
 from dustin_sglang.calibrate.mass import ListSize, listed_mass
 from dustin_sglang.calibrate.objective import best_positions
 from dustin_sglang.calibrate.search import score
 from dustin_sglang.calibrate.simulate import Prefix
 from dustin_sglang.calibrate.windows import Window
+from dustin_sglang.grouping import Grouping
 from dustin_sglang.profile import Profile
 from dustin_sglang.selection.context import Context
-from dustin_sglang.selection.heads import Heads
 from dustin_sglang.selection.layer_groups import LayerGroups
 from dustin_sglang.selection.policies import POLICIES
 
 AUTOMATIC = "automatic profile"  # how the rows of that profile end
-EQUAL = "equal weights"  # how the row of the same heads without their weights ends
 
 Chooser = Callable[[Window, ListSize], torch.Tensor]  # int [layers, budget]
 
@@ -50,28 +50,26 @@ def oracle(window: Window, size: ListSize) -> torch.Tensor:
 
 def choose_with(policy_name: str, profile: Profile, count: int = 1) -> Chooser:
     """What a launch's policy lists under a profile, for each layer by its group."""
-    groups = LayerGroups(profile.target.layers, count)
-    group_of = [groups.of(layer) for layer in range(groups.layers)]
+    policy, groups = POLICIES[policy_name](), LayerGroups(profile.target.layers, count)
+    grouping, group_of = Grouping(profile, policy, groups), [groups.of(layer) for layer in range(groups.layers)]
+    mix = grouping.mix("cpu")
 
     def choose(window: Window, size: ListSize) -> torch.Tensor:
-        policy, n = POLICIES[policy_name](), window.attention.shape[1]
-        ahead = score(window.lookahead, profile.lookahead).unsqueeze(0)
-        parts = profile.group_history(groups)
-        back = torch.stack([score(window.history, part) for part in parts]).unsqueeze(1)
-        budget = policy.budget(size.budget, size.sinks, size.window, profile.lookahead_share)
+        n = window.attention.shape[1]
+        ahead, back = (
+            torch.stack([score(scores, part) for part in parts]).unsqueeze(1)
+            for scores, parts in ((window.lookahead, grouping.lookahead), (window.history, grouping.history))
+        )
+        if mix is not None:
+            ahead = mix_scores(ahead, mix)
+        budget = grouping.budget(size.budget, size.sinks, size.window)
         context = Context(torch.zeros(1, n, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.tensor([n]), n)
         lists = policy.select_groups(
             budget, ahead if policy.uses_lookahead else None, back if policy.uses_history else None, context
         )[:, 0]
-        return lists[group_of] if policy.uses_history else lists.expand(groups.layers, -1)
+        return lists[group_of] if len(lists) > 1 else lists.expand(groups.layers, -1)
 
     return choose
-
-
-def with_equal_weights(profile: Profile) -> Profile:
-    """The same heads, each of which counts 1, and signals that count the same."""
-    lookahead, history = Heads(profile.lookahead.by_layer), Heads(profile.history.by_layer)
-    return replace(profile, lookahead=lookahead, history=history, lookahead_share=0.5)
 
 
 def choosers(profile: Profile, automatic: Profile) -> dict[str, Chooser]:
@@ -80,8 +78,8 @@ def choosers(profile: Profile, automatic: Profile) -> dict[str, Chooser]:
     for name in ("hybrid", "hybrid-sum", "lookahead", "history"):
         named[f"{name}, this profile"] = choose_with(name, profile)
         named[f"{name}, {AUTOMATIC}"] = choose_with(name, automatic)
-    if profile.lookahead.weights or profile.history.weights:
-        named[f"hybrid-sum, {EQUAL}"] = choose_with("hybrid-sum", with_equal_weights(profile))
+    for count in profile.grouped_lookahead:
+        named[f"hybrid-sum, {count} lists, this profile"] = choose_with("hybrid-sum", profile, count)
     for count in profile.grouped_history:
         named[f"hybrid, {count} lists, this profile"] = choose_with("hybrid", profile, count)
     return named | {name: choose_with(name, profile) for name in ("streaming", "random")}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dustin_sglang.calibrate.evaluate import AUTOMATIC, EQUAL, Row, choosers, recall_curve
+from dustin_sglang.calibrate.evaluate import AUTOMATIC, Row, choosers, recall_curve
 from dustin_sglang.calibrate.settings import Settings
 from dustin_sglang.calibrate.windows import Window
 from dustin_sglang.profile import Profile, auto_profile
@@ -78,7 +78,7 @@ def draw_curves(file: Path, budgets: Sequence[int], curves: Mapping[str, Sequenc
     figure, (axis,) = _figure(1, width=9.0, height=4.5)
     policies = list(dict.fromkeys(name.split(",")[0] for name in curves))
     for name, values in curves.items():
-        style = "--" if name.endswith(AUTOMATIC) else ":" if name.endswith(EQUAL) else "-"
+        style = "--" if name.endswith(AUTOMATIC) else "-"
         axis.plot(budgets, values, style, color=f"C{policies.index(name.split(',')[0])}", marker=".", label=name)
     axis.set_xscale("log", base=2)
     axis.set_xticks(budgets, [str(budget) for budget in budgets])

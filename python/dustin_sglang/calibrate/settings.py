@@ -32,13 +32,14 @@ class Settings:
     cost
         Bytes of K that lookahead may read, as a share of the target's K and V.
     draft_layers
-        Draft layers with lookahead heads where weights are fitted; None: as many as `cost` allows.
+        Draft layers that look ahead where weights are fitted; None: as many as `cost` allows.
     weights
-        One of `WEIGHTS`: whether heads have fitted weights or count 1 each.
+        One of `WEIGHTS`: whether draft layers have fitted weights for each group of target layers, or heads count 1
+        each.
     objective
         One of `OBJECTIVES`.
     layer_groups
-        Numbers of groups of target layers for which history is chosen too.
+        Numbers of groups of target layers for which weights are fitted, or history is chosen, too.
     trials
         Splits that optuna tries.
     seed

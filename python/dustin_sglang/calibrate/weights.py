@@ -1,10 +1,14 @@
-"""Fit weights of scoring heads, so that the list of the best scores catches most of the attention.
+"""Fit what each group of target layers makes of the draft's layers, and of history.
 
-The score of a position is a weighed sum over heads of their softmax mass there, as `policies.hybrid_sum` adds both
-signals; weights are at least 0. Adam moves their logarithms, first by the cross-entropy between the target's attention
-and the normalised score, which is smooth and has one minimum (a mixture of given distributions; see any text on
-expectation maximisation), then by what a list of k misses, with a sigmoid in place of its threshold that hardens step
-by step. Only positions that a policy can choose count, and of these the best candidates, which bounds memory.
+A group's score of a position is a weighed sum of parts: the softmax mass there of each draft layer, a mean over its
+heads and rows, and of history. The weights maximise the log-likelihood of the group's own attention under the score
+as a distribution over the positions that a policy can choose,
+
+    sum over windows and positions x of  p(x) log(sum_i w_i r_i(x) / sum_i w_i T_i),   T_i = sum_x r_i(x),
+
+by  w_i <- w_i * (sum p r_i / sum_j w_j r_j) / (sum T_i / sum_j w_j T_j)  over windows, which never lowers it: the first
+logarithm is bounded below as in expectation maximisation for mixtures (Dempster, Laird and Rubin, 1977), the second
+above by its tangent. No rate and no start matter: it is concave in the mixture's weights.
 """
 
 from __future__ import annotations
@@ -16,14 +20,13 @@ import torch
 
 from dustin_sglang.calibrate.mass import ListSize
 from dustin_sglang.calibrate.windows import Window
+from dustin_sglang.profile import GroupWeights
 from dustin_sglang.selection.heads import Heads
+from dustin_sglang.selection.layer_groups import LayerGroups
 
-_CANDIDATES = 1536  # of a window, or three times what a list holds if that is more
-_STEPS, _MORE, _FINE = 150, 50, 100  # from scratch, after a layer has gone, by missed mass
-_RATE, _FINE_RATE = 0.05, 0.03  # of Adam, by cross-entropy and by missed mass
-_SOFT, _HARD = 0.3, 0.12  # width of the sigmoid in log scores, at the first step and at the last
-_LEAST = 0.01  # of a signal's largest weight; heads below it are dropped
-_FLOOR = 1e-9  # share of a window's score that every candidate has at least, so that its logarithm exists
+_CANDIDATES = 2048  # of a window, or four times what a list holds if that is more: the others have next to no mass
+_STEPS, _MORE, _LAST = 60, 20, 200  # from equal weights, after a layer has gone, at the end
+_FLOOR = 1e-9  # added to every score, so that its logarithm exists
 
 
 @dataclass(frozen=True)
@@ -32,161 +35,139 @@ class Examples:
 
     Attributes
     ----------
-    scores
-        float32 ``[windows, heads, candidates]``: lookahead heads, then history heads.
+    parts
+        float32 ``[windows, parts, candidates]``: each draft layer's mean mass, then history's.
     totals
-        float32 ``[windows, heads]``, scores summed over all positions that a policy can choose.
+        float32 ``[windows, parts]``, the same summed over all positions that a policy can choose.
     wanted
-        float32 ``[windows, candidates]``, the target's attention as a share of that on all these positions.
-    free
-        Positions that a list chooses.
+        float32 ``[windows, groups, candidates]``, each group's attention as a share of that on all these positions.
     """
 
-    scores: torch.Tensor
+    parts: torch.Tensor
     totals: torch.Tensor
     wanted: torch.Tensor
-    free: int
 
     @classmethod
-    def of(cls, windows: Sequence[Window], lookahead: Heads, history: Heads, size: ListSize, device: str) -> Examples:
-        """Examples of some heads; the candidates are the best by attention and by the plain sum of each signal."""
+    def of(
+        cls,
+        windows: Sequence[Window],
+        layers: Sequence[int],
+        history: Heads,
+        groups: LayerGroups,
+        size: ListSize,
+        rows: int,
+        device: str,
+    ) -> Examples:
+        """Examples of all heads of these draft layers, whose scores are summed over `rows`."""
         shortest = min(size.middle(window.oracle).shape[0] for window in windows)
-        count = min(shortest, max(_CANDIDATES, 3 * size.free))
-        scores, totals, wanted = [], [], []
+        count = min(shortest, max(_CANDIDATES, 4 * size.free))
+        parts, totals, wanted = [], [], []
         for window in windows:
-            signals = [
-                size.middle(part[_index(heads)]).to(device).float()
-                for part, heads in ((window.lookahead, lookahead), (window.history, history))
-            ]
-            attention = size.middle(window.oracle).to(device)
-            plain = sum(_normalised(part) for part in (attention, *(signal.sum(0) for signal in signals)))
-            best = torch.as_tensor(plain).topk(count, sorted=False).indices
-            every = torch.cat(signals)
-            scores.append(every[:, best])
-            totals.append(every.sum(1))
-            wanted.append(_normalised(attention)[best])
-        return cls(torch.stack(scores), torch.stack(totals), torch.stack(wanted), size.free)
+            ahead = size.middle(window.lookahead[list(layers)]).to(device).float().mean(1) / rows
+            places = ([layer for layer, *_ in history.each], [head for _, head, _ in history.each])
+            back = size.middle(window.history[places]).to(device).float().mean(0)
+            every = torch.cat([ahead, back.unsqueeze(0)])
+            attention = size.middle(window.attention).to(device)
+            own = torch.stack([attention[span.start : span.stop].sum(0) for span in groups.ranges])
+            best = (_normalised(own).sum(0) + _normalised(every).sum(0)).topk(count, sorted=False).indices
+            parts.append(every[:, best])
+            totals.append(every.sum(-1))
+            wanted.append(_normalised(own)[:, best])
+        return cls(torch.stack(parts), torch.stack(totals), torch.stack(wanted))
 
-    def of_heads(self, kept: torch.Tensor) -> Examples:
-        """The same for some of the heads, by their index."""
-        return Examples(self.scores[:, kept], self.totals[:, kept], self.wanted, self.free)
-
-
-Loss = Callable[[torch.Tensor, Examples, float], torch.Tensor]  # weights [heads], examples, progress from 0 to 1
+    def of_parts(self, kept: list[int]) -> Examples:
+        """The same with some of the parts."""
+        return Examples(self.parts[:, kept], self.totals[:, kept], self.wanted)
 
 
-def cross_entropy(weights: torch.Tensor, examples: Examples, progress: float = 1.0) -> torch.Tensor:
-    """-sum p log q, p the wanted attention and q the score as a share of all scores; the mean over the windows."""
+def likelihood(weights: torch.Tensor, examples: Examples) -> torch.Tensor:
+    """Mean log-likelihood a window, float32 ``[groups]``, of weights ``[groups, parts]``."""
     score, total = _score(weights, examples)
-    return -(examples.wanted * (score / total + _FLOOR).log()).sum(1).mean()
+    return (examples.wanted * (score / total.unsqueeze(-1)).log()).sum(-1).mean(0)
 
 
-def missed_mass(weights: torch.Tensor, examples: Examples, progress: float = 1.0) -> torch.Tensor:
-    """1 - softly captured mass: sum p sigmoid((log s - log t) / width) over what the best list holds.
-
-    t is the score of the last listed position, and the width shrinks with `progress`; the mean over the windows. The
-    gradient moves t with the scores so that the sum of all sigmoids stays (implicit function): with a constant t,
-    weights that raise the scores of all candidates grow, and lists get worse.
-    """
-    score, total = _score(weights, examples)
-    logs = (score / total + _FLOOR).log()
-    width = _SOFT + (_HARD - _SOFT) * progress
-    fixed = logs.detach()
-    threshold = fixed.topk(examples.free).values[:, -1:]
-    listed = ((fixed - threshold) / width).sigmoid()
-    slope = listed * (1 - listed)
-    threshold = threshold + (slope * (logs - fixed)).sum(1, keepdim=True) / slope.sum(1, keepdim=True)
-    caught = (examples.wanted * ((logs - threshold) / width).sigmoid()).sum(1)
-    return (1 - caught / examples.wanted.topk(examples.free).values.sum(1)).mean()
-
-
-def fit(start: torch.Tensor, examples: Examples, loss: Loss, steps: int, rate: float) -> torch.Tensor:
-    """Weights ``[heads]`` that minimise a loss, by Adam over their logarithms; its rate falls in the last third."""
-    logs = start.clamp(min=1e-12).log().requires_grad_(True)
-    adam = torch.optim.Adam([logs], lr=rate)
-    for step in range(steps):
-        adam.param_groups[0]["lr"] = rate * min(1.0, 3 * (1 - step / steps))
-        adam.zero_grad()
-        loss(logs.exp(), examples, step / steps).backward()  # type: ignore[no-untyped-call]
-        adam.step()
-    return logs.detach().exp()
+def improve(weights: torch.Tensor, examples: Examples, steps: int) -> torch.Tensor:
+    """Weights ``[groups, parts]`` after so many steps, each group's of sum 1."""
+    for _ in range(steps):
+        score, total = _score(weights, examples)
+        gain = torch.einsum("wgc,wpc->gp", examples.wanted / score, examples.parts)
+        weights = weights * gain / (1 / total).T.matmul(examples.totals)
+        weights = weights / weights.sum(1, keepdim=True)
+    return weights
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """Heads with weights, the largest of each signal 1, and lookahead's share in policy hybrid-sum."""
+    """Draft layers that look ahead with all their heads, and what groups make of them, by the number of groups."""
 
-    lookahead: Heads
-    history: Heads
-    share: float
+    layers: tuple[int, ...]
+    groups: dict[int, GroupWeights]
 
 
-def fit_heads(
+def fit_layers(
     windows: Sequence[Window],
-    lookahead: Heads,
     history: Heads,
+    groups: Sequence[LayerGroups],
     size: ListSize,
     rows: int,
-    layers: int,
+    count: int,
     device: str,
     report: Callable[[str], None] = lambda line: None,
 ) -> Fitted:
-    """Choose the layers of lookahead among those of `lookahead`, and weights of their heads and of `history`.
+    """Choose `count` draft layers, and the weights of every number of groups.
 
-    Backward elimination: the layer whose heads' absence costs the least cross-entropy goes, the others are fitted
-    again, until `layers` are left.
+    Backward elimination under the most groups: the layer without which the likelihood falls least goes, the others are
+    fitted again, until `count` are left.
 
     Parameters
     ----------
     rows
-        Rows over which lookahead's scores are summed.
+        Rows over which the windows' lookahead scores are summed.
     """
-    examples = Examples.of(windows, lookahead, history, size, device)
-    places = [*lookahead.each, *((-1, head, 1.0) for _, head, _ in history.each)]
-    layer_of = torch.tensor([layer for layer, *_ in places], device=device)  # -1: history
-    mass = torch.tensor([float(rows)] * lookahead.count + [1.0] * history.count, device=device)
-    counts = torch.where(layer_of >= 0, lookahead.count, history.count)
-    weights = fit(1 / (counts * mass), examples, cross_entropy, _STEPS, _RATE)
-    kept = torch.arange(len(places), device=device)
-    while len(left := layer_of[kept].unique().tolist()) - 1 > layers:
-        costs = {
-            layer: float(cross_entropy(weights * (layer_of[kept] != layer), examples)) for layer in left if layer >= 0
-        }
-        worst = min(costs, key=lambda layer: costs[layer])
-        stay = (layer_of[kept] != worst).nonzero()[:, 0]
-        kept, weights, examples = kept[stay], weights[stay], examples.of_heads(stay)
-        weights = fit(weights, examples, cross_entropy, _MORE, _RATE)
-        report(f"lookahead - draft layer {worst}: cross-entropy {float(cross_entropy(weights, examples)):.4f}")
-    weights = fit(weights, examples, missed_mass, _FINE, _FINE_RATE)
-    report(f"weights of {len(kept)} heads: a list misses {float(missed_mass(weights, examples)):.4f} of the best one's")
+    layers = list(range(windows[0].lookahead.shape[0]))
+    most = max(groups, key=lambda one: one.count)
+    examples = Examples.of(windows, layers, history, most, size, rows, device)
+    weights = improve(_equal(most, len(layers), device), examples, _STEPS)
+    while len(layers) > count:
+        without = []
+        for place in range(len(layers)):
+            left = weights.clone()
+            left[:, place] = 0
+            without.append(float(likelihood(left, examples).mean()))
+        worst = max(range(len(layers)), key=without.__getitem__)
+        kept = [place for place in range(len(layers) + 1) if place != worst]
+        report(f"lookahead - draft layer {layers.pop(worst)}: log-likelihood {without[worst]:.4f}")
+        examples = examples.of_parts(kept)
+        weights = improve(weights[:, kept], examples, _MORE)
+    found = {}
+    for one in groups:
+        own = examples if one is most else Examples.of(windows, layers, history, one, size, rows, device)
+        found[one.count] = _weights(improve(_equal(one, len(layers), device), own, _LAST))
+        shares = " ".join(f"{share:.2f}" for share in found[one.count].shares)
+        report(f"{one.count} groups of layers: lookahead's share {shares}")
+    return Fitted(tuple(layers), found)
 
-    ahead = layer_of[kept] >= 0
-    least = torch.where(ahead, weights[ahead].max(), weights[~ahead].max()) * _LEAST
-    strong = weights >= least
-    masses = weights * mass[kept] * strong
-    share = round(float(masses[ahead].sum() / masses.sum()), 4)
-    numbers, values = kept[strong].tolist(), weights[strong].tolist()
-    each = [(number, value) for number, value in zip(numbers, values, strict=True)]
-    return Fitted(
-        _scaled([(*lookahead.each[i][:2], value) for i, value in each if i < lookahead.count]),
-        _scaled([(*history.each[i - lookahead.count][:2], value) for i, value in each if i >= lookahead.count]),
-        share,
+
+def _equal(groups: LayerGroups, layers: int, device: str) -> torch.Tensor:
+    return torch.full((groups.count, layers + 1), 1 / (layers + 1), device=device)
+
+
+def _weights(weights: torch.Tensor) -> GroupWeights:
+    ahead = weights[:, :-1].sum(1, keepdim=True)
+    layers = (weights[:, :-1] / ahead).double().round(decimals=4)
+    layers = layers / layers.sum(1, keepdim=True)
+    shares = ahead[:, 0].double().tolist()
+    return GroupWeights(
+        tuple(tuple(round(weight, 4) for weight in group) for group in layers.tolist()),
+        tuple(round(share, 4) for share in shares),
     )
 
 
 def _score(weights: torch.Tensor, examples: Examples) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores ``[windows, candidates]``, and their totals over all positions ``[windows, 1]``."""
-    return weights @ examples.scores, (examples.totals @ weights).unsqueeze(1)
-
-
-def _index(heads: Heads) -> tuple[list[int], list[int]]:
-    return [layer for layer, *_ in heads.each], [head for _, head, _ in heads.each]
+    """Scores ``[windows, groups, candidates]`` and their totals over all positions ``[windows, groups]``."""
+    score = torch.einsum("gp,wpc->wgc", weights, examples.parts) + _FLOOR
+    return score, examples.totals @ weights.T + _FLOOR
 
 
 def _normalised(scores: torch.Tensor) -> torch.Tensor:
-    return scores / scores.sum().clamp(min=1e-12)
-
-
-def _scaled(each: Sequence[tuple[int, int, float]]) -> Heads:
-    largest = max(weight for *_, weight in each)
-    return Heads.of((layer, head, float(f"{weight / largest:.4g}")) for layer, head, weight in each)
+    return scores / scores.sum(-1, keepdim=True).clamp(min=1e-12)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from dustin_sglang.calibrate.mass import ListSize
@@ -22,7 +21,6 @@ from dustin_sglang.config import DustinConfig
 from dustin_sglang.explain.checks import CHOOSING, DRAFT, MODEL, check_arguments, check_groups, check_length
 from dustin_sglang.profile import choose_profile
 from dustin_sglang.profile_file import ProfileError
-from dustin_sglang.selection.layer_groups import LayerGroups
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,8 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--window", type=int, default=default.window, metavar="N", help="last positions (default: %(default)s)")
     add("--policy", default=default.policy, help=f"one of {', '.join(CHOOSING)} (default: %(default)s)")
     add("--profile", default=default.profile, metavar="FILE", help="JSON file of the scoring heads, or auto (default)")
-    add("--layer-groups", type=int, default=1, metavar="G", help="groups of target layers with a list each (default: "
-        "%(default)s)")  # fmt: skip
+    add("--layer-groups", type=int, metavar="G", help="groups of target layers with a list each (default: the "
+        "profile's)")  # fmt: skip
     add("--group", type=int, default=1, metavar="N", help="the group whose list is drawn, 1 for the shallowest "
         "(default: %(default)s)")  # fmt: skip
     add("--new-tokens", type=int, default=32, metavar="N", help="tokens of the answer, to be reached (default: "
@@ -79,13 +77,13 @@ def _run(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     prompt = encode(tokenizer, text)
     capacity = len(prompt) + args.new_tokens + 2 * args.rows
-    check_groups(args, target.shape.layers)
+    grouping = check_groups(args, profile)
     check_length(args, len(prompt), min(target.max_tokens, draft.max_tokens))
 
     size = ListSize(args.budget, args.sinks, args.window)
-    groups = LayerGroups(target.shape.layers, args.layer_groups)
+    groups = grouping.groups
     layers = groups.ranges[args.group - 1]
-    profile = replace(profile, history=profile.group_history(groups)[args.group - 1])
+    profile = grouping.of_one(args.group - 1)
     request = Request(target, draft, profile, args.policy, size, args.rows, capacity, layers)
     print(f"reading {len(prompt)} tokens", flush=True)
     with tqdm(total=args.new_tokens, desc="new tokens") as bar:

@@ -9,6 +9,9 @@ import torch
 
 from dustin_sglang.calibrate.checks import require
 from dustin_sglang.calibrate.trace import CalibrationError
+from dustin_sglang.grouping import Grouping
+from dustin_sglang.profile import Profile
+from dustin_sglang.selection.layer_groups import LayerGroups
 from dustin_sglang.selection.policies import POLICIES
 
 MODEL, DRAFT = Path(".models/smollm2"), Path(".models/smollm2-draft26")  # the demo's
@@ -44,19 +47,23 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise CalibrationError(f"--out {args.out}: give the name of a file in a folder that exists")
 
 
-def check_groups(args: argparse.Namespace, layers: int) -> None:
-    """Check the groups of a target of so many layers.
+def check_groups(args: argparse.Namespace, profile: Profile) -> Grouping:
+    """Check the groups of the target's layers and return what they score.
 
     Raises
     ------
     CalibrationError
         There are too many, the policy cannot have them, or the one to draw is not among them.
     """
-    count = args.layer_groups
+    policy, layers, count = POLICIES[args.policy](), profile.target.layers, args.layer_groups
+    if count is None:
+        count = profile.layer_groups if policy.mixes else 1
     require("--layer-groups", count, 1 <= count <= layers, f"from 1 to {layers}, the target's layers")
-    if obstacle := POLICIES[args.policy].why_not_groups(count):
+    grouping = Grouping(profile, policy, LayerGroups(layers, count))
+    if obstacle := policy.why_not_groups(count, mixed=grouping.weights is not None):
         raise CalibrationError(f"--layer-groups is {count} with --policy {args.policy}: {obstacle}")
     require("--group", args.group, 1 <= args.group <= count, f"from 1 to --layer-groups, {count}")
+    return grouping
 
 
 def check_length(args: argparse.Namespace, prompt: int, most: int) -> None:

@@ -142,9 +142,8 @@ class Request:
         zero, slots = torch.zeros(1, dtype=torch.int64, device=device), torch.arange(n, device=device)
         context = Context(slots.int().unsqueeze(0), zero, zero + n, n)
         selector = Selector(self._policy, self.budget, self._draft.signal, self._target.signal, self._target.pages)
-        lookahead, history = selector.scores(context)
-        back = None if history is None else history[0]
-        positions = self._policy.select(self.budget, lookahead, back, context)[0]
+        lookahead, history = (None if scores is None else scores[0] for scores in selector.scores(context))
+        positions = self._policy.select(self.budget, lookahead, history, context)[0]
 
         seen = self._target.cache.extend(drafted)
         best = seen.logits.argmax(-1).tolist()
@@ -152,7 +151,7 @@ class Request:
         accepted = right.index(False) if False in right else len(right)
         self._target.keep(seen, accepted)
         self._target.cache.length = n + 1 + accepted
-        ahead, behind = (None if scores is None else scores[0] for scores in (lookahead, back))
+        ahead, behind = (None if scores is None else scores[0] for scores in (lookahead, history))
         marks = sources(self.budget, positions, ahead, behind, n)
         mass = listed_mass(positions, seen.attention, self._size)
         return Round(n, [*drafted, best[accepted]], accepted, marks, ahead, behind, mass)

@@ -43,10 +43,8 @@ def keep_mass(
         Share of the estimated mass of unprotected positions, from 0 to 1.
     positions
         int32 ``[groups, batch, k]``, ascending, -1 beyond a list.
-    lookahead
-        float32 ``[batch, max_len]``, or None.
-    history
-        float32 ``[scored, batch, max_len]`` of the `scored` deepest groups, or None.
+    lookahead, history
+        float32 ``[scored, batch, max_len]`` of the `scored` deepest groups, or of one that all groups share; or None.
     seq_lens
         int64 ``[batch]``, committed lengths.
 
@@ -83,9 +81,10 @@ def _estimate(
     """Shares float32 ``[groups, batch, k]`` of listed positions in the mass of all unprotected ones."""
     shares = torch.zeros(positions.shape, device=positions.device)
     signals = torch.zeros(positions.shape[0], 1, 1, device=positions.device)
-    for scores, groups in ((lookahead, len(shares)), (history, 0 if history is None else len(history))):
+    for scores in (lookahead, history):
         if scores is None:
             continue
+        groups = len(shares) if len(scores) == 1 else len(scores)
         column, length = torch.arange(scores.shape[-1], device=scores.device), seq_lens.unsqueeze(1)
         free = (column >= budget.sinks) & (column < length - budget.window)
         total = (scores * free).sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)

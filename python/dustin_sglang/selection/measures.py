@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -46,21 +47,24 @@ def measure(
     ----------
     positions
         int32 ``[groups, batch, k]``.
-    lookahead
-        float32 ``[batch, max_len]``.
-    history
-        float32 ``[scored, batch, max_len]``, of the `scored` deepest groups.
+    lookahead, history
+        float32 ``[scored, batch, max_len]``, of the `scored` deepest groups, or of one that all groups share; None
+        where the policy does not use the signal.
     """
-    ahead, back, both = [], [], []
-    if lookahead is not None:
-        ahead = [captured_mass(lookahead, listed) for listed in positions]
-    if history is not None:
-        back = [
-            captured_mass(scores, listed) for scores, listed in zip(history, positions[-len(history) :], strict=True)
-        ]
+    ahead, back = (
+        [] if s is None else [captured_mass(*pair) for pair in _pairs(s, positions)] for s in (lookahead, history)
+    )
+    both = []
     if lookahead is not None and history is not None:
-        both = [overlap(budget, lookahead, scores, seq_lens) for scores in history]
+        both = [overlap(budget, *pair, seq_lens) for pair in _pairs(lookahead, history)]
     return Measures(*(torch.stack(shares).mean(0) if shares else None for shares in (ahead, back, both)))
+
+
+def _pairs(first: torch.Tensor, second: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both by group, the deepest ones where one has more; a single score is that of all groups."""
+    count = min((len(x) for x in (first, second) if len(x) > 1), default=1)
+    both = (x.expand(count, -1, -1) if len(x) == 1 else x[-count:] for x in (first, second))
+    return zip(*both, strict=True)
 
 
 def captured_mass(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,8 @@ class Selector:
     policy, budget
         What to choose and how many.
     lookahead, history
-        The two signals; history has a part for each group of layers that the policy scores it for.
+        The two signals: a score for each group of layers, or one for all. History has those of the groups that the
+        policy scores it for.
     pages
         History by page bounds, for the policies that are `Policy.paged`.
     mass
@@ -126,13 +127,13 @@ class Selector:
         self.policy.prefilled(slot)
 
     def scores(self, context: Context, *, drafted: bool = True) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Lookahead float32 ``[batch, context.max_len]`` and history ``[groups, batch, context.max_len]``.
+        """Lookahead and history, each float32 ``[groups, batch, context.max_len]``, or of one that all groups share.
 
         None where the policy does not use the signal.
         """
         policy = self.policy
         back = self._pages if policy.paged else self._history
         return (
-            self._lookahead.score(context, drafted=drafted)[0] if policy.uses_lookahead else None,
+            self._lookahead.score(context, drafted=drafted) if policy.uses_lookahead else None,
             back.score(context) if policy.uses_history else None,
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dustin_kernels import score_positions
+from dustin_kernels import mix_scores, score_positions
 from dustin_sglang.selection.context import Context
 from dustin_sglang.selection.state import QueryStore
 
@@ -29,8 +29,11 @@ class Signal:
     reduce
         Sums a tensor over tensor-parallel ranks and returns it; None on one rank.
     parts
-        For each group of layers that has a score of its own, its heads' places in the store; empty where a rank holds
-        none of them. None: one score of all heads.
+        For each score, its heads' places in the store; empty where a rank holds none of them. None: one score of all
+        heads.
+    mix
+        float32 ``[groups, parts]``: each group's score is the sum of the parts' by these weights. None: the parts'
+        scores themselves.
     """
 
     def __init__(
@@ -43,9 +46,10 @@ class Signal:
         shift: int,
         reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
         parts: Sequence[slice] | None = None,
+        mix: torch.Tensor | None = None,
     ) -> None:
         self._store, self._keys, self._kv_heads = store, keys, kv_heads
-        self._sm_scale, self._shift, self._reduce = sm_scale, shift, reduce
+        self._sm_scale, self._shift, self._reduce, self._mix = sm_scale, shift, reduce, mix
         self._parts = [slice(0, store.heads.count)] if parts is None else list(parts)
         self._scored = _joined(self._parts, store.heads.layer_index, kv_heads)
 
@@ -62,7 +66,7 @@ class Signal:
         Returns
         -------
         torch.Tensor
-            float32 ``[parts, batch, context.max_len]``; 0 beyond a request's length.
+            float32 ``[groups or parts, batch, context.max_len]``; 0 beyond a request's length.
         """
         shape = (len(self._parts), context.seq_lens.shape[0], context.max_len)
         scores = torch.empty(shape, dtype=torch.float32, device=context.seq_lens.device)
@@ -75,6 +79,8 @@ class Signal:
             else:
                 self._score(queries[:, :, places], places, context, own)
             first += parts
+        if self._mix is not None:
+            scores = mix_scores(scores, self._mix)
         return scores if self._reduce is None else self._reduce(scores)
 
     def _score(self, queries: torch.Tensor, places: slice, context: Context, out: torch.Tensor) -> None:

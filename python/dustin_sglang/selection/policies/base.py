@@ -10,6 +10,8 @@ import torch
 from dustin_kernels import select_positions
 from dustin_sglang.selection.context import Context
 
+SUMMED = "summed"  # `Budget.rest` where both signals choose together
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -25,8 +27,9 @@ class Budget:
         m, positions chosen by lookahead.
     rest
         What fills the others; ``"history"`` unless a policy says otherwise.
-    lookahead_share
-        What lookahead counts for in a sum of both signals, from 0 to 1; history counts for what is left.
+    shares
+        What lookahead counts for in a sum of both signals, from 0 to 1, in each group of layers, or one number for all;
+        history counts for what is left.
     """
 
     total: int
@@ -34,7 +37,7 @@ class Budget:
     window: int
     lookahead: int
     rest: str = "history"
-    lookahead_share: float = 0.5
+    shares: tuple[float, ...] = (0.5,)
 
     @property
     def protected(self) -> int:
@@ -45,6 +48,14 @@ class Budget:
     def left(self) -> int:
         """Positions that `rest` fills."""
         return self.total - self.protected - self.lookahead
+
+    @property
+    def by_source(self) -> dict[str, int]:
+        """Positions of a list by what chose them; where signals are summed, by what each counts for in the sum."""
+        if self.rest != SUMMED:
+            return {"protected": self.protected, "lookahead": self.lookahead, self.rest: self.left}
+        ahead = round(self.left * sum(self.shares) / len(self.shares))
+        return {"protected": self.protected, "lookahead": ahead, "history": self.left - ahead}
 
 
 class Policy:
@@ -60,6 +71,8 @@ class Policy:
         History is scored by page bounds (`signals.PageBounds`) instead of by attention.
     dense
         Every position is listed whatever the budget.
+    mixes
+        Groups of layers may differ by what each makes of lookahead (`profile.GroupWeights`).
     """
 
     name: ClassVar[str]
@@ -67,11 +80,18 @@ class Policy:
     uses_history: ClassVar[bool] = False
     paged: ClassVar[bool] = False
     dense: ClassVar[bool] = False
+    mixes: ClassVar[bool] = False
 
     @classmethod
-    def why_not_groups(cls, count: int) -> str | None:
-        """What speaks against `count` groups of layers with lists of their own, and what to do instead; or None."""
-        if count > 1 and not cls.uses_history:
+    def why_not_groups(cls, count: int, mixed: bool = False) -> str | None:
+        """What speaks against `count` groups of layers with lists of their own, and what to do instead; or None.
+
+        Parameters
+        ----------
+        mixed
+            The profile says what each of so many groups makes of lookahead.
+        """
+        if count > 1 and not (cls.uses_history or (mixed and cls.mixes)):
             return "lists of groups differ by history, which this policy does not score; use 1"
         return None
 
@@ -80,7 +100,10 @@ class Policy:
         return count
 
     def budget(self, total: int, sinks: int, window: int, lookahead_share: float) -> Budget:
-        """Divide `total` positions; `lookahead_share` is lookahead's share of the unprotected ones, or of a sum."""
+        """Divide `total` positions; `lookahead_share` is lookahead's share of the unprotected ones, or of a sum.
+
+        Shares of a sum that differ between groups of layers are set in what this returns (`Budget.shares`).
+        """
         return Budget(total, sinks, window, 0)
 
     def prefilled(self, slots: torch.Tensor) -> None:
@@ -94,20 +117,23 @@ class Policy:
         Parameters
         ----------
         lookahead
-            float32 ``[batch, context.max_len]``, which all groups share; None when the policy does not use it.
+            float32 ``[groups, batch, context.max_len]``, or ``[1, ...]`` where all groups share it; None when the
+            policy does not use it.
         history
-            float32 ``[groups, batch, context.max_len]``, of those groups that `history_groups` asks for, or None.
+            Likewise, of those groups that `history_groups` asks for.
 
         Returns
         -------
         torch.Tensor
             int32 ``[groups, batch, budget.total]``, as `select` lists each.
         """
-        groups = 1 if history is None else history.shape[0]
-        if lookahead is not None and groups > 1:
-            lookahead = lookahead.repeat(groups, 1)
-        flat = None if history is None else history.flatten(0, 1)
-        return self.select(budget, lookahead, flat, context.repeated(groups)).unflatten(0, (groups, -1))
+        groups = max((len(scores) for scores in (lookahead, history) if scores is not None), default=1)
+
+        def flat(scores: torch.Tensor | None) -> torch.Tensor | None:
+            return None if scores is None else scores.expand(groups, -1, -1).flatten(0, 1)
+
+        lists = self.select(budget, flat(lookahead), flat(history), context.repeated(groups))
+        return lists.unflatten(0, (groups, -1))
 
     def select(
         self, budget: Budget, lookahead: torch.Tensor | None, history: torch.Tensor | None, context: Context

@@ -9,6 +9,7 @@ class Hybrid(Policy):
     name = "hybrid"
     uses_lookahead = True
     uses_history = True
+    mixes = True
 
     def budget(self, total: int, sinks: int, window: int, lookahead_share: float) -> Budget:
         return Budget(total, sinks, window, round(lookahead_share * (total - sinks - window)))

@@ -20,7 +20,7 @@ class HybridDepth(Policy):
     uses_history = True
 
     @classmethod
-    def why_not_groups(cls, count: int) -> str | None:
+    def why_not_groups(cls, count: int, mixed: bool = False) -> str | None:
         return "it has as many shallow groups as deep ones; use an even number, such as 2" if count % 2 else None
 
     def history_groups(self, count: int) -> int:
@@ -33,6 +33,6 @@ class HybridDepth(Policy):
         self, budget: Budget, lookahead: torch.Tensor | None, history: torch.Tensor | None, context: Context
     ) -> torch.Tensor:
         free = budget.total - budget.protected
-        shallow = self.select(replace(budget, lookahead=free), lookahead, None, context)
+        shallow = super().select_groups(replace(budget, lookahead=free), lookahead, None, context)
         deep = super().select_groups(replace(budget, lookahead=0), None, history, context)
         return torch.cat([shallow.expand_as(deep), deep])

@@ -8,6 +8,7 @@ class Lookahead(Policy):
 
     name = "lookahead"
     uses_lookahead = True
+    mixes = True
 
     def budget(self, total: int, sinks: int, window: int, lookahead_share: float) -> Budget:
         return Budget(total, sinks, window, total - sinks - window)

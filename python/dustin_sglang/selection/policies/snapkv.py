@@ -23,7 +23,7 @@ class SnapKV(Policy):
         self._priority = torch.empty(0)  # float32 [slots, budget], from 0.5 to 1, in the order of their scores
 
     @classmethod
-    def why_not_groups(cls, count: int) -> str | None:
+    def why_not_groups(cls, count: int, mixed: bool = False) -> str | None:
         return "one list a request is kept, for all layers; use 1" if count > 1 else None
 
     def budget(self, total: int, sinks: int, window: int, lookahead_share: float) -> Budget:
