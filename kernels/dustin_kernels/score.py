@@ -107,6 +107,12 @@ def _block_size(head_dim: int, itemsize: int) -> int:
     return max(16, min(128, _TILE_BYTES // (head_dim * itemsize)))
 
 
+@lru_cache(maxsize=64)
+def _are_weights(weights: tuple[float, ...]) -> bool:
+    """Whether they can be; a launch gives the same at every step, and there may be hundreds."""
+    return all(0 <= weight < math.inf for weight in weights)
+
+
 def _check(
     q: Tensor,
     k_cache: Sequence[Tensor],
@@ -142,9 +148,8 @@ def _check(
             raise ValueError(f"{name} has {len(values)} entries; q has {heads} heads")
         if not all(0 <= value < end for value in values):
             raise ValueError(f"{name} is {values}; its entries must be from 0 to {end - 1}")
-    weights = head_weights
-    if weights is not None and (len(weights) != heads or not all(0 <= weight < math.inf for weight in weights)):
-        raise ValueError(f"head_weights is {weights}; it must hold a finite number of at least 0 for each head")
+    if head_weights is not None and (len(head_weights) != heads or not _are_weights(head_weights)):
+        raise ValueError(f"head_weights is {head_weights}; it must hold a finite number of at least 0 for each head")
     check_tensor("req_to_token", req_to_token, [None, None], [torch.int32], device)
     check_tensor("req_pool_indices", req_pool_indices, [bs], [torch.int64, torch.int32], device)
     check_tensor("seq_lens", seq_lens, [bs], [torch.int64, torch.int32], device)

@@ -50,14 +50,8 @@ class Grouping:
         return self.profile.group_history(self.groups)[-self.policy.history_groups(self.groups.count) :]
 
     def mix(self, device: torch.device | str) -> torch.Tensor | None:
-        """Factors float32 ``[groups, lookahead layers]`` of the layers' scores; None where nothing is mixed.
-
-        A layer's score is a sum over its heads, and the weights are of their mean.
-        """
-        if self.weights is None:
-            return None
-        heads = torch.tensor([sum(weight for *_, weight in part.each) for part in self.lookahead])
-        return (torch.tensor(self.weights.lookahead) / heads).to(device)
+        """The weights, float32 ``[groups, lookahead layers]``; None where nothing is mixed."""
+        return None if self.weights is None else torch.tensor(self.weights.lookahead, device=device)
 
     def budget(self, total: int, sinks: int, window: int, share: float | None = None) -> Budget:
         """Divide a list's positions; `share` is instead of the profile's lookahead share, in all groups."""
@@ -71,7 +65,11 @@ class Grouping:
         if self.weights is None:
             histories = self.profile.group_history(self.groups)
             return replace(self.profile, history=histories[group], grouped_lookahead={}, layer_groups=1)
-        factors = dict(zip(self.profile.lookahead.layers, self.mix("cpu")[group].tolist(), strict=True))  # type: ignore[index]
+        # A layer's score is a mean over its heads.
+        factors = {
+            part.layers[0]: weight / sum(head for *_, head in part.each)
+            for part, weight in zip(self.lookahead, self.weights.lookahead[group], strict=True)
+        }
         ahead = Heads.of((layer, head, weight * factors[layer]) for layer, head, weight in self.profile.lookahead.each)
         share = self.weights.shares[group]
         return replace(self.profile, lookahead=ahead, lookahead_share=share, grouped_lookahead={}, layer_groups=1)

@@ -208,6 +208,7 @@ def _signal(
         shift=shift,
         reduce=reduce,
         parts=store.heads.places(own),
+        totals=[sum(weight for *_, weight in part.each) for part in parts],
         mix=mix,
     )
 

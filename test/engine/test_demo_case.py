@@ -15,7 +15,7 @@ from scheduler_harness import Engine, in_child
 from dustin_sglang.demo.case import load_case
 
 MODELS = Path(__file__).parents[2] / ".models"
-POLICIES = ("hybrid", "dense", "streaming")
+POLICIES = ("hybrid-sum", "dense", "streaming")
 BUDGET, NEW_TOKENS = 512, 40
 
 
@@ -60,7 +60,7 @@ def test_the_document_is_long_and_the_phrase_far_from_its_ends(outcome: dict[str
     assert 0.3 < outcome["case"].depth < 0.8
 
 
-@pytest.mark.parametrize("policy, found", [("hybrid", True), ("dense", True), ("streaming", False)])
+@pytest.mark.parametrize("policy, found", [("hybrid-sum", True), ("dense", True), ("streaming", False)])
 def test_who_finds_the_phrase(outcome: dict[str, Any], policy: str, found: bool) -> None:
     assert (outcome["case"].expected in outcome["texts"][policy]) is found, outcome["texts"]
 
@@ -68,4 +68,4 @@ def test_who_finds_the_phrase(outcome: dict[str, Any], policy: str, found: bool)
 def test_the_later_policies_reused_the_exact_prompt(outcome: dict[str, Any]) -> None:
     # SGLang leaves the last token to be prefilled, and a bigram key covers one token less.
     reused = len(outcome["prompt"]) - 2
-    assert outcome["cached"] == {"hybrid": 0, "dense": reused, "streaming": reused}
+    assert outcome["cached"] == {"hybrid-sum": 0, "dense": reused, "streaming": reused}

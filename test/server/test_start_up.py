@@ -16,7 +16,7 @@ from words import words
 
 def test_the_start_up_line_says_what_runs(server: Server) -> None:
     line = next(line for line in server.log.read_text().splitlines() if "dustin: policy" in line)
-    assert "policy hybrid, verification reads 64 positions (20 protected, 22 lookahead, 22 history)" in line
+    assert "policy hybrid-sum, verification reads 64 positions (20 protected, 44 by the sum of lookahead" in line
     assert "profile auto (draft layers 1,2: 12 heads, target layer 5: 4 heads)" in line
     assert "draft standalone; drafting reads every position" in line and "radix exact" in line
 

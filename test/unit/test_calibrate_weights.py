@@ -96,7 +96,7 @@ def test_lists_of_groups_catch_more_than_one_list_and_than_equal_weights(fitted:
     profile = profile_of(fitted)
     plain = replace(profile, grouped_lookahead={}, layer_groups=1)
     two, one, equal = (
-        recall_curve(choose_with("hybrid-sum", p, count), UNSEEN, [SIZE])[0]
+        recall_curve(choose_with("hybrid-sum", p, ROWS, count), UNSEEN, [SIZE])[0]
         for p, count in ((profile, 2), (profile, 1), (plain, 1))
     )
     assert two > one + 0.1 and one > equal

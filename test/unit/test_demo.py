@@ -260,7 +260,7 @@ def test_whole_demo(models: list[str], tmp_path: Path, capsys: pytest.CaptureFix
         "sparse_verify_steps": 8,
         "mean_selected": 512.0,
         "accept_length": 2.5,
-        "policy": "hybrid",
+        "policy": "hybrid-sum",
         "draft_kind": "standalone",
         "selected_share_lookahead": 222 / 512,
         "selected_share_history": 222 / 512,

@@ -131,9 +131,25 @@ def test_heads_count_by_their_weights_in_whichever_part_they_are() -> None:
     pools, places = [keys_of(LIKES[1]), keys_of(LIKES[3])], heads.places(parts)
     signal = Signal(store_of(heads), pools, (0,) * heads.count, 1.0, shift=0, parts=places)
     first, second = signal.score(batch())
-    assert first.sum(1).tolist() == pytest.approx([3.0, 3.0]) and second.sum(1).tolist() == pytest.approx([0.5, 0.5])
+    assert first.sum(1).tolist() == pytest.approx([1.0, 1.0]) and second.sum(1).tolist() == pytest.approx([1.0, 1.0])
     (both,) = Signal(store_of(heads), pools, (0,) * heads.count, 1.0, shift=0).score(batch())
-    torch.testing.assert_close(both, first + second)
+    torch.testing.assert_close(both, (3 * first + 0.5 * second) / 3.5)
+
+
+def test_ranks_scores_add_up_to_the_mean_over_all_heads() -> None:
+    """Two ranks hold a head each, of weights 3 and 1: every rank divides by what all of them weigh."""
+    both = Heads(((1, (0, 1)),), (3.0, 1.0))
+    generator = torch.Generator().manual_seed(0)
+    whole, pools = store_of(both), [torch.randn(200, 2, DIM, generator=generator)]
+    whole.kept[:2] = torch.randn(2, 2, DIM, generator=generator)
+    expected = Signal(whole, pools, (0, 1), 1.0, shift=0).score(batch())
+    ranks = []
+    for rank, weight in enumerate((3.0, 1.0)):
+        own = store_of(Heads(((1, (0,)),), (weight,)))
+        own.kept[:2] = whole.kept[:2, rank : rank + 1]
+        pool = [pools[0][:, rank : rank + 1]]
+        ranks.append(Signal(own, pool, (0,), 1.0, shift=0, totals=[4.0]).score(batch()))
+    torch.testing.assert_close(ranks[0] + ranks[1], expected)
 
 
 SHAPE = ModelShape(layers=4, heads=2, kv_heads=1, head_dim=DIM)
@@ -168,8 +184,10 @@ def test_groups_that_weigh_the_drafts_layers_differently_read_different_lists(po
 def test_layers_are_mixed_by_the_mean_of_their_heads() -> None:
     grouping = Grouping(MIXED, POLICIES["hybrid-sum"](), LayerGroups(4, 2))
     mix = grouping.mix("cpu")
-    assert mix is not None and mix.tolist() == [[0.5, 0.0], [0.125, 0.75]]
-    assert grouping.budget(10, 1, 2).shares == (0.625, 0.875) and grouping.budget(10, 1, 2, share=0.25).shares == (0.25,)
+    assert mix is not None and mix.tolist() == [[1.0, 0.0], [0.25, 0.75]]
+    assert grouping.budget(10, 1, 2).shares == (0.625, 0.875) and grouping.budget(10, 1, 2, share=0.25).shares == (
+        0.25,
+    )
     assert grouping.budget(10, 1, 2).by_source == {"protected": 3, "lookahead": 5, "history": 2}
     alone = grouping.of_one(1)
     assert alone.lookahead.each == ((0, 0, 0.125), (0, 1, 0.125), (1, 0, 0.75)) and alone.lookahead_share == 0.875

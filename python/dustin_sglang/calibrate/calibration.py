@@ -177,11 +177,9 @@ class Calibration:
         """All heads of some draft layers, what groups make of them, and what that captures in windows held back."""
         settings, draft, target = self.settings, self.draft.shape, self.target.shape
         (windows, unseen), most = data.held_back(), settings.draft_layers or max(1, self._most // draft.kv_heads)
-        counts = sorted({1, *settings.layer_groups})
+        counts, rows = sorted({1, *settings.layer_groups}), settings.drafted
         groups = [LayerGroups(target.layers, count) for count in counts]
-        found = fit_layers(
-            windows, history, groups, settings.size, settings.drafted, most, str(self.target.device), _say
-        )
+        found = fit_layers(windows, history, groups, settings.size, rows, most, str(self.target.device), _say)
         lookahead = Heads(tuple((layer, tuple(range(draft.heads))) for layer in found.layers))
         # One list by equal weights: those of one group are fitted to see what weights alone are worth.
         weights = {count: one for count, one in found.groups.items() if count > 1}
@@ -195,12 +193,12 @@ class Calibration:
             grouped_lookahead=weights,
             layer_groups=counts[-1],
         )
-        masses = {
-            f"{count} lists": round(recall_curve(choose_with("hybrid-sum", one, count), unseen, [settings.size])[0], 4)
+        captured = {
+            f"{count} lists": choose_with("hybrid-sum", one, rows, count)
             for count in counts
             for one in [profile if count > 1 else replace(profile, grouped_lookahead=found.groups)]
-        }
-        masses["equal weights"] = round(recall_curve(choose_with("hybrid-sum", profile), unseen, [settings.size])[0], 4)
+        } | {"equal weights": choose_with("hybrid-sum", profile, rows)}
+        masses = {name: round(recall_curve(choose, unseen, [settings.size])[0], 4) for name, choose in captured.items()}
         _say(f"captured mass in {len(unseen)} windows held back: {masses}")
         return replace(profile, measured={"held_back": {"windows": len(unseen), "captured_mass": masses}})
 
@@ -229,7 +227,8 @@ class Calibration:
 
     def evaluate(self, profile: Profile, data: Data) -> dict[str, Row]:
         """The table of the report."""
-        named, windows = choosers(profile, auto_profile(self.draft.shape, self.target.shape)), data.windows
+        automatic, windows = auto_profile(self.draft.shape, self.target.shape), data.windows
+        named = choosers(profile, automatic, self.settings.drafted)
         places = self.places(data)
         with tqdm(total=len(windows), desc="simulating") as bar:
             return measure(named, windows, places, self.settings.rows, self.settings.size, lambda: _tick(bar))

@@ -48,8 +48,14 @@ def oracle(window: Window, size: ListSize) -> torch.Tensor:
     return best_positions(window.oracle, size).expand(len(window.attention), -1)
 
 
-def choose_with(policy_name: str, profile: Profile, count: int = 1) -> Chooser:
-    """What a launch's policy lists under a profile, for each layer by its group."""
+def choose_with(policy_name: str, profile: Profile, rows: int, count: int = 1) -> Chooser:
+    """What a launch's policy lists under a profile, for each layer by its group.
+
+    Parameters
+    ----------
+    rows
+        Rows over which the windows' lookahead scores are summed.
+    """
     policy, groups = POLICIES[policy_name](), LayerGroups(profile.target.layers, count)
     grouping, group_of = Grouping(profile, policy, groups), [groups.of(layer) for layer in range(groups.layers)]
     mix = grouping.mix("cpu")
@@ -57,8 +63,11 @@ def choose_with(policy_name: str, profile: Profile, count: int = 1) -> Chooser:
     def choose(window: Window, size: ListSize) -> torch.Tensor:
         n = window.attention.shape[1]
         ahead, back = (
-            torch.stack([score(scores, part) for part in parts]).unsqueeze(1)
-            for scores, parts in ((window.lookahead, grouping.lookahead), (window.history, grouping.history))
+            torch.stack([score(scores, part) / (of * sum(w for *_, w in part.each)) for part in parts]).unsqueeze(1)
+            for scores, parts, of in (
+                (window.lookahead, grouping.lookahead, rows),
+                (window.history, grouping.history, 1),
+            )
         )
         if mix is not None:
             ahead = mix_scores(ahead, mix)
@@ -72,17 +81,17 @@ def choose_with(policy_name: str, profile: Profile, count: int = 1) -> Chooser:
     return choose
 
 
-def choosers(profile: Profile, automatic: Profile) -> dict[str, Chooser]:
+def choosers(profile: Profile, automatic: Profile, rows: int) -> dict[str, Chooser]:
     """The rows of the report's table."""
     named: dict[str, Chooser] = {"oracle (one list)": oracle}
     for name in ("hybrid", "hybrid-sum", "lookahead", "history"):
-        named[f"{name}, this profile"] = choose_with(name, profile)
-        named[f"{name}, {AUTOMATIC}"] = choose_with(name, automatic)
+        named[f"{name}, this profile"] = choose_with(name, profile, rows)
+        named[f"{name}, {AUTOMATIC}"] = choose_with(name, automatic, rows)
     for count in profile.grouped_lookahead:
-        named[f"hybrid-sum, {count} lists, this profile"] = choose_with("hybrid-sum", profile, count)
+        named[f"hybrid-sum, {count} lists, this profile"] = choose_with("hybrid-sum", profile, rows, count)
     for count in profile.grouped_history:
-        named[f"hybrid, {count} lists, this profile"] = choose_with("hybrid", profile, count)
-    return named | {name: choose_with(name, profile) for name in ("streaming", "random")}
+        named[f"hybrid, {count} lists, this profile"] = choose_with("hybrid", profile, rows, count)
+    return named | {name: choose_with(name, profile, rows) for name in ("streaming", "random")}
 
 
 def measure(

@@ -47,7 +47,7 @@ def draw(
     protected = settings.sinks + settings.window
     budgets = sorted({settings.budget, *(k for k in _BUDGETS if protected < k <= shortest // 2)})
     sizes = [replace(settings.size, budget=budget) for budget in budgets]
-    named = choosers(profile, auto_profile(profile.draft, profile.target))
+    named = choosers(profile, auto_profile(profile.draft, profile.target), settings.drafted)
     curves = {name: recall_curve(choose, windows, sizes) for name, choose in named.items()}
     draw_curves(out.with_suffix(".recall.png"), budgets, curves, f"{len(windows)} windows of {measured_on}")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import openai
 
+from dustin_sglang.config import DustinConfig
 from dustin_sglang.demo.case import Case, load_case
 from dustin_sglang.demo.client import MAX_TOKENS, Answer, ask, curl_line
 from dustin_sglang.demo.counters import Counts, parse_counters
@@ -34,7 +35,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--question", help="what to ask about it")
     parser.add_argument("--expected", help="phrase that a right answer contains")
     parser.add_argument("--budget", type=int, default=512, help="positions a verification reads (default: %(default)s)")
-    parser.add_argument("--policy", default="hybrid", help="value of --dustin-policy (default: %(default)s)")
+    parser.add_argument(
+        "--policy", default=DustinConfig().policy, help="value of --dustin-policy (default: %(default)s)"
+    )
     parser.add_argument("--port", type=int, default=0, help="port of the server (default: a free one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
     parser.add_argument("--serve", action="store_true", help="leave the server up; nothing is asked of a dense one")

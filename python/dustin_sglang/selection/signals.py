@@ -1,4 +1,8 @@
-"""Signals: attention of a few heads over the whole committed context, a float32 score a position."""
+"""Signals: attention of a few heads over the whole committed context, a float32 score a position.
+
+A score is a mean, so that of a whole context sums to 1 (a little less where the last slots speak for positions that are
+not committed yet): signals of different heads and numbers of rows can be added.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from dustin_sglang.selection.state import QueryStore
 
 
 class Signal:
-    """Scores positions by what some heads of one model attend to, each by its weight.
+    """Scores positions by what some heads of one model attend to, a mean over rows and, by their weights, heads.
 
     Parameters
     ----------
@@ -31,6 +35,8 @@ class Signal:
     parts
         For each score, its heads' places in the store; empty where a rank holds none of them. None: one score of all
         heads.
+    totals
+        For each part the weights of its heads on all ranks, added up; None: those of its heads in the store.
     mix
         float32 ``[groups, parts]``: each group's score is the sum of the parts' by these weights. None: the parts'
         scores themselves.
@@ -46,15 +52,19 @@ class Signal:
         shift: int,
         reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
         parts: Sequence[slice] | None = None,
+        totals: Sequence[float] | None = None,
         mix: torch.Tensor | None = None,
     ) -> None:
         self._store, self._keys, self._kv_heads = store, keys, kv_heads
         self._sm_scale, self._shift, self._reduce, self._mix = sm_scale, shift, reduce, mix
         self._parts = [slice(0, store.heads.count)] if parts is None else list(parts)
+        self._weights = store.heads.weights or (1.0,) * store.heads.count
+        self._totals = [sum(self._weights[part]) for part in self._parts] if totals is None else list(totals)
+        self._factors_of: dict[int, tuple[float, ...]] = {}
         self._scored = _joined(self._parts, store.heads.layer_index, kv_heads)
 
     def score(self, context: Context, *, drafted: bool = True) -> torch.Tensor:
-        """Softmax attention of the stored queries over the context, summed over rows and, by their weights, heads.
+        """Softmax attention of the stored queries over the context, the mean over rows and, by their weights, heads.
 
         Parameters
         ----------
@@ -71,21 +81,31 @@ class Signal:
         shape = (len(self._parts), context.seq_lens.shape[0], context.max_len)
         scores = torch.empty(shape, dtype=torch.float32, device=context.seq_lens.device)
         queries = self._store.queries(context.req_pool_indices, drafted=drafted)
-        first = 0
+        factors, first = self._factors(queries.shape[1]), 0
         for places, parts in self._scored:
             own = scores[first : first + parts]
             if places.start == places.stop:
                 own.zero_()
             else:
-                self._score(queries[:, :, places], places, context, own)
+                self._score(queries[:, :, places], places, factors[places], context, own)
             first += parts
         if self._mix is not None:
             scores = mix_scores(scores, self._mix)
         return scores if self._reduce is None else self._reduce(scores)
 
-    def _score(self, queries: torch.Tensor, places: slice, context: Context, out: torch.Tensor) -> None:
+    def _factors(self, rows: int) -> tuple[float, ...]:
+        """What each head's softmax is multiplied by, place by place."""
+        if rows not in self._factors_of:
+            factors = [0.0] * len(self._weights)
+            for part, total in zip(self._parts, self._totals, strict=True):
+                factors[part] = [weight / (rows * total) for weight in self._weights[part]]
+            self._factors_of[rows] = tuple(factors)
+        return self._factors_of[rows]
+
+    def _score(
+        self, queries: torch.Tensor, places: slice, factors: tuple[float, ...], context: Context, out: torch.Tensor
+    ) -> None:
         """Score by the heads at some places into `out` ``[parts, batch, context.max_len]``."""
-        weights = self._store.heads.weights
         score_positions(
             queries,
             self._keys,
@@ -98,7 +118,7 @@ class Signal:
             max_len=context.max_len,
             shift=self._shift,
             parts=len(out),
-            head_weights=weights and weights[places],
+            head_weights=factors,
             out=out.flatten(0, 1),
         )
 

@@ -9,7 +9,7 @@ from dustin_sglang.selection.policies.base import SUMMED, Budget, Policy
 
 
 class HybridSum(Policy):
-    """Lookahead and history, each normalised to sum 1, in one sum that the lookahead share weighs."""
+    """A weighed mean of lookahead and history, of which lookahead's weight is its share."""
 
     name = "hybrid-sum"
     uses_lookahead = True
@@ -23,9 +23,7 @@ class HybridSum(Policy):
         self, budget: Budget, lookahead: torch.Tensor | None, history: torch.Tensor | None, context: Context
     ) -> torch.Tensor:
         assert lookahead is not None and history is not None
-        shares = _column(budget.shares, lookahead.device)
-        # Twice the share, so that equal shares multiply by exactly 1.
-        total = 2 * shares * _normalised(lookahead) + 2 * (1 - shares) * _normalised(history)
+        total = torch.lerp(history, lookahead, _column(budget.shares, lookahead.device))
         return super().select_groups(budget, None, total, context)
 
     def select(
@@ -41,8 +39,3 @@ class HybridSum(Policy):
 def _column(shares: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """Shares float32 ``[groups or 1, 1, 1]``; made once, since each time would copy them to the device."""
     return torch.tensor(shares, device=device).view(-1, 1, 1)
-
-
-def _normalised(scores: torch.Tensor) -> torch.Tensor:
-    total = scores.sum(-1, keepdim=True)
-    return scores / torch.where(total > 0, total, 1)
