@@ -129,7 +129,7 @@ class CellRunner:
         ahead, history = scored_heads(lookahead or "3x4", cell.target, cell.draft)
         selection = {
             "score-lookahead": lambda: floors.score_bytes(cell, ahead),
-            "score-history": lambda: groups * floors.score_bytes(cell, history),
+            "score-history": lambda: floors.score_bytes(cell, history),
             "select": lambda: groups * floors.select_bytes(cell, k or 0),
             "write-slots": lambda: groups * floors.write_bytes(cell, k or 0),
         }

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shapes import SHAPES, write_shape
+
+from dustin_sglang.profile import GroupWeights, ModelShape, auto_profile, save_profile
 
 NO_SPECULATION, STANDALONE, DUSTIN, SPARSE_DRAFT = ENGINES = ("none", "STANDALONE", "dustin", "dustin+sparse-draft")
 
@@ -38,7 +41,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=int, default=512, help="k, positions a verification reads")
     parser.add_argument("--steps", type=int, default=4, help="draft steps; one more token is verified")
     parser.add_argument("--accept-length", type=float, default=3.0, help="forced, with shapes")
-    parser.add_argument("--layer-groups", type=int, default=1, help="DUSTIN_LAYER_GROUPS")
+    parser.add_argument(
+        "--layer-groups", type=int, default=1, help="DUSTIN_LAYER_GROUPS; groups of shapes have made-up weights"
+    )
     parser.add_argument("--mass", type=float, default=1.0, help="DUSTIN_MASS")
     parser.add_argument("--sparse-draft", default="all", choices=["all", "unscored"], help="DUSTIN_SPARSE_DRAFT")
     parser.add_argument("--memory", type=float, default=0.85, help="SGLang's mem_fraction_static")
@@ -50,11 +55,35 @@ def find_models(args: argparse.Namespace, root: Path) -> Models:
     names = (args.target, args.draft)
     if all(name in SHAPES for name in names):
         vocabulary = SHAPES[args.target]["vocab_size"]
-        return Models(write_shape(args.target, root), write_shape(args.draft, root, vocabulary), dummy=True)
+        models = Models(write_shape(args.target, root), write_shape(args.draft, root, vocabulary), dummy=True)
+        if args.layer_groups > 1:
+            os.environ["DUSTIN_PROFILE"] = write_profile(args, root / "groups.json")
+        return models
     for name in names:
         if not Path(name).is_dir():
             raise SystemExit(f"{name} is neither a folder nor, with the other model, one of {', '.join(SHAPES)}")
     return Models(Path(args.target), Path(args.draft), dummy=False)
+
+
+def write_profile(args: argparse.Namespace, file: Path) -> str:
+    """Write the automatic profile of two shapes with weights for groups of layers, drawn at random; return its path."""
+    draft, target = (
+        ModelShape(
+            layers=SHAPES[name]["num_hidden_layers"],
+            heads=SHAPES[name]["num_attention_heads"],
+            kv_heads=SHAPES[name]["num_key_value_heads"],
+            head_dim=SHAPES[name]["head_dim"],
+        )
+        for name in (args.draft, args.target)
+    )
+    profile, draws = auto_profile(draft, target), random.Random(0)
+    groups = []
+    for _ in range(args.layer_groups):
+        weights = [draws.random() for _ in profile.lookahead.layers]
+        groups.append(tuple(weight / sum(weights) for weight in weights))
+    mixed = {args.layer_groups: GroupWeights(tuple(groups), (0.75,) * args.layer_groups)}
+    save_profile(replace(profile, grouped_lookahead=mixed, layer_groups=args.layer_groups), str(file))
+    return str(file)
 
 
 def options(method: str, models: Models, args: argparse.Namespace, batch: int, context: int) -> dict[str, Any]:

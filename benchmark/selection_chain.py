@@ -1,15 +1,15 @@
-"""The selection of one step as the engine runs it: two signals, the choice, the list of slots."""
+"""The selection of one step as the engine runs its default policy: two signals, their sum, the list of slots."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from pools import Workload
 from shapes import AttentionShape
 from torch import Tensor
 
-from dustin_kernels import score_positions, select_positions, write_slots
+from dustin_kernels import mix_scores, score_positions, select_positions, write_slots
 
 SINKS, WINDOW = 4, 64  # the defaults of --dustin-sinks and --dustin-window
 
@@ -86,47 +86,51 @@ class SelectionChain:
     k
         Positions listed a request.
     kv_indices
-        int32 [groups, batch * (k + g)]: where the slots of each group of layers go.
+        int32 [groups, batch * (k + g)]: where the slots of each group of layers go. Several groups weigh the draft's
+        layers each in its own way, as `profile.GroupWeights` says.
     """
 
     def __init__(self, work: Workload, lookahead: str, k: int, kv_indices: Tensor) -> None:
         cell, groups = work.cell, len(kv_indices)
         self._work, self._k, self._kv_indices = work, k, kv_indices
-        self.lookahead_heads, one = scored_heads(lookahead, cell.target, cell.draft)
-        self.history_heads = replace(one, layers=groups)
+        self.lookahead_heads, self.history_heads = scored_heads(lookahead, cell.target, cell.draft)
         self._lookahead_q = _pick(work.lookahead_queries, self.lookahead_heads)
-        self._history_q = _pick(work.history_queries, one).repeat(1, 1, groups, 1)
-        self._lookahead = torch.empty(cell.batch, cell.context, device=work.device)
-        self._history = torch.empty(groups, cell.batch, cell.context, device=work.device)
+        self._history_q = _pick(work.history_queries, self.history_heads)
+        parts = self.lookahead_heads.layers if groups > 1 else 1
+        drawn = torch.rand(groups, parts, generator=torch.Generator().manual_seed(0))
+        self._weights = drawn.softmax(1).to(work.device)
+        self._lookahead = torch.empty(parts, cell.batch, cell.context, device=work.device)
+        self._history = torch.empty(1, cell.batch, cell.context, device=work.device)
         self._positions = torch.empty(groups * cell.batch, k, dtype=torch.int32, device=work.device)
         self._kv_indptr = work.indptr(k + cell.g)
 
     def score_lookahead(self) -> Tensor:
         """Score by the draft; its cache is one position behind."""
         keys = self._work.draft_keys[: self.lookahead_heads.layers]
-        return self._score(self._lookahead_q, keys, self.lookahead_heads, 1, self._lookahead, 1)
+        return self._score(self._lookahead_q, keys, self.lookahead_heads, 1, self._lookahead)
 
     def score_history(self) -> Tensor:
-        """Score by the target, for each group by the layer at two thirds of its depth."""
-        pools, groups = self._work.keys, len(self._history)
-        keys = [pools[len(pools) * (3 * group + 2) // (3 * groups)] for group in range(groups)]
-        return self._score(self._history_q, keys, self.history_heads, 0, self._history.flatten(0, 1), groups)
+        """Score by the target's layer at two thirds of its depth."""
+        keys = [self._work.keys[len(self._work.keys) * 2 // 3]]
+        return self._score(self._history_q, keys, self.history_heads, 0, self._history)
 
-    def _score(self, q: Tensor, keys: list[Tensor], heads: ScoredHeads, shift: int, out: Tensor, parts: int) -> Tensor:
-        work = self._work
+    def _score(self, q: Tensor, keys: list[Tensor], heads: ScoredHeads, shift: int, out: Tensor) -> Tensor:
+        work, parts = self._work, len(out)
+        factors = (parts / (q.shape[1] * len(heads.kv_heads)),) * len(heads.kv_heads)
         return score_positions(
             q, keys, heads.layer_of_head, heads.kv_heads, work.req_to_token, work.req_pool_indices, work.seq_lens,
-            heads.shape.head_dim**-0.5, max_len=work.cell.context, shift=shift, parts=parts, out=out,
+            heads.shape.head_dim**-0.5, max_len=work.cell.context, shift=shift, parts=parts, head_weights=factors,
+            out=out.flatten(0, 1),
         )  # fmt: skip
 
     def select(self) -> Tensor:
         """Choose by the signals as they are, for all groups in one launch."""
-        groups = len(self._history)
-        lookahead = self._lookahead.repeat(groups, 1) if groups > 1 else self._lookahead
+        groups = len(self._weights)
+        ahead = mix_scores(self._lookahead, self._weights) if groups > 1 else self._lookahead
+        total = torch.lerp(self._history, ahead, 0.5)
         return select_positions(
-            lookahead, self._history.flatten(0, 1), self._work.seq_lens.repeat(groups),
-            budget=self._k, sinks=SINKS, window=WINDOW, num_lookahead=(self._k - SINKS - WINDOW) // 2,
-            out=self._positions,
+            None, total.flatten(0, 1), self._work.seq_lens.repeat(groups),
+            budget=self._k, sinks=SINKS, window=WINDOW, num_lookahead=0, out=self._positions,
         )  # fmt: skip
 
     def write(self) -> None:

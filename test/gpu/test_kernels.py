@@ -15,7 +15,7 @@ import torch
 from test_kernels_attend import CAUSAL, TREE
 from test_kernels_attend import Case as AttendCase
 
-from dustin_kernels import pack_tree_mask, score_positions, select_positions, write_slots
+from dustin_kernels import mix_scores, pack_tree_mask, score_positions, select_positions, write_slots
 
 pytestmark = [
     pytest.mark.gpu,
@@ -124,6 +124,17 @@ def test_scores_of_weighted_heads(shape):
     result = case.run(shift=1, head_weights=weights)
     expected = case.expected(1, weights)
     torch.testing.assert_close(result.double(), expected, rtol=TOLERANCE[torch.bfloat16], atol=1e-9)
+
+
+@pytest.mark.parametrize("parts, groups", [(2, 1), (7, 4), (12, 3)])
+def test_mixed_scores(parts, groups):
+    generator = torch.Generator(DEVICE).manual_seed(parts)
+    scores = torch.rand(parts, 5, 30001, generator=generator, device=DEVICE)
+    weights = torch.rand(groups, parts, generator=generator, device=DEVICE)
+    together = mix_scores(scores, weights)
+    expected = torch.einsum("gp,pbn->gbn", weights.double(), scores.double())
+    torch.testing.assert_close(together.double(), expected, rtol=1e-5, atol=0)
+    assert torch.equal(mix_scores(scores[:, 2:3].contiguous(), weights), together[:, 2:3])
 
 
 def test_scores_of_misaligned_pools():

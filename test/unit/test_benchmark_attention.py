@@ -173,15 +173,15 @@ def test_rows_hold_times_a_layer_and_the_floor_of_what_they_do() -> None:
     assert whole == pytest.approx(sum(parts_us.values()), abs=0.02)
     grouped = {method: runner.measure(method, 100, "3x4", 2)["floor_us"] for method in attention.GROUPS["selection"]}
     assert grouped["score-lookahead"] == parts_us["score-lookahead"], "groups share the lookahead"
-    assert grouped["score-history"] == pytest.approx(2 * parts_us["score-history"], abs=0.02)
-    assert whole < grouped["selection"] < 2 * whole
+    assert grouped["score-history"] == parts_us["score-history"], "and the history"
+    assert whole <= grouped["selection"] <= 2 * whole
 
 
 def test_the_parts_of_a_selection_run_one_by_one() -> None:
     work = make_work()
     calls = parts(work, 100, "3xall")
     scores = calls["score-lookahead"]()
-    assert scores[:, 1:].sum() == pytest.approx(2 * 2 * 3 * 4, rel=0.1)  # requests, rows, layers, heads, less the shift
+    assert scores[:, 1:].sum(1).tolist() == pytest.approx([1, 1], rel=0.1), "means over rows, layers and heads"
     positions = calls["select"]()
     assert positions.shape == (2, 100)
     assert all(len(set(row)) == 100 for row in positions.tolist())

@@ -16,6 +16,8 @@ from engine_options import ENGINES, Models, find_models, flags, options, set_env
 from results import Results
 from trace_summary import summarise_trace
 
+from dustin_sglang.profile import ModelShape, auto_profile, load_profile
+
 MODELS = Models(Path("/t"), Path("/d"), dummy=True)
 
 
@@ -107,9 +109,17 @@ def test_a_shape_with_a_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_shapes_share_the_targets_vocabulary(tmp_path: Path) -> None:
-    models = find_models(argparse.Namespace(target="qwen2.5-14b", draft="draft-0.5b"), tmp_path)
+    models = find_models(argparse.Namespace(target="qwen2.5-14b", draft="draft-0.5b", layer_groups=1), tmp_path)
     sizes = [json.loads((folder / "config.json").read_text())["vocab_size"] for folder in (models.target, models.draft)]
     assert models.dummy and sizes == [152064, 152064]
+
+
+def test_groups_of_shapes_have_a_profile_of_made_up_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUSTIN_PROFILE", "")
+    find_models(argparse.Namespace(target="llama-3.1-8b", draft="draft-0.5b", layer_groups=4), tmp_path)
+    draft, target = ModelShape(24, 14, 2, 64), ModelShape(32, 32, 8, 128)
+    profile = load_profile(os.environ["DUSTIN_PROFILE"], draft, target)
+    assert profile.layer_groups == 4 and profile.lookahead == auto_profile(draft, target).lookahead
 
 
 def test_the_made_up_tokenizer_keeps_tokens_through_text(tmp_path: Path) -> None:
