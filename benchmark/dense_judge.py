@@ -35,3 +35,10 @@ def judge(model: Any, prompt: list[int], answer: list[int]) -> tuple[torch.Tenso
     chosen = ids[0, -len(answer) :]
     logprobs = logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
     return (logits.argmax(-1) == chosen).cpu(), logprobs.cpu()
+
+
+@torch.inference_mode()
+def preference(model: Any, ids: list[int], one: int, other: int) -> float:
+    """Nats by which the target prefers token `one` to token `other` behind `ids`."""
+    logits = model(torch.tensor([ids], device=model.device), logits_to_keep=1).logits[0, -1].float()
+    return float(logits[one] - logits[other])
