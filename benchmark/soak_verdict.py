@@ -43,9 +43,9 @@ class Reference:
         return cls(prompt, answer["output_ids"], best)
 
     def gap(self, at: int, token: int) -> float:
-        """Nats from the token at place `at` down to another; to the last that is known where that one is not."""
+        """Nats from the best token at place `at` down to another; to the last that is known where that one is not."""
         best = self.best[at]
-        return round(best[self.ids[at]] - best.get(token, min(best.values())), 4)
+        return round(max(best.values()) - best.get(token, min(best.values())), 4)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,9 @@ class RealPair(kit_servers.SpecEagleServerBase):
         return [*super()._launch_args(), *budget]
 
 
+open_ended = unittest.skip("open-ended: [a-z]+ may not end before the answer is cut, without speculation too")
+
+
 class Measured:
     """Stands in for a test case: runs a kit's requests and keeps what the kit would have compared."""
 
@@ -142,6 +145,12 @@ class TestBeyondTheBudget(
 
     test_finish_stop_eos = unittest.skip("its prompt and end are in Llama 3's chat format")(
         kit_servers.MatchedStopMixin.test_finish_stop_eos
+    )
+    test_regex_generate_custom_log_format = open_ended(
+        kit_servers.RegexConstrainedMixin.test_regex_generate_custom_log_format
+    )
+    test_ebnf_generate_custom_log_format = open_ended(
+        kit_servers.EBNFConstrainedMixin.test_ebnf_generate_custom_log_format
     )
     test_ebnf_generate_complex_json = unittest.skip("its grammar allows other keys than it accepts")(
         kit_servers.EBNFConstrainedMixin.test_ebnf_generate_complex_json
