@@ -35,3 +35,41 @@ def judge(model: Any, prompt: list[int], answer: list[int]) -> tuple[torch.Tenso
     chosen = ids[0, -len(answer) :]
     logprobs = logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
     return (logits.argmax(-1) == chosen).cpu(), logprobs.cpu()
+
+
+@torch.inference_mode()
+def preference(model: Any, ids: list[int], one: int, other: int) -> float:
+    """Nats by which the target prefers token `one` to token `other` behind `ids`."""
+    logits = model(torch.tensor([ids], device=model.device), logits_to_keep=1).logits[0, -1].float()
+    return float(logits[one] - logits[other])
+
+
+@torch.inference_mode()
+def divergence(
+    model: Any, ids: list[int], best: list[list[int]], logprobs: list[list[float]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far log-probabilities of the last tokens' places are from the target's own there.
+
+    Parameters
+    ----------
+    ids
+        Prompt and answer.
+    best, logprobs
+        For each of the answer's last ``n`` tokens the same number of tokens, best first, and their log-probabilities in
+        nats.
+
+    Returns
+    -------
+    tuple of Tensor
+        KL(target || given) in nats, float32 ``[n]``, where all tokens that are not given count as one: a lower bound;
+        and bool ``[n]``, whether the best token is the same. On the CPU.
+    """
+    rows = len(best)
+    logits = model(torch.tensor([ids], device=model.device), logits_to_keep=rows + 1).logits[0, :-1].float()
+    p = torch.cat([part.log_softmax(-1) for part in logits.split(256)])
+    chosen = torch.tensor(best, device=p.device)
+    ours, theirs = p.gather(1, chosen), torch.tensor(logprobs, device=p.device)
+    kl = (ours.exp() * (ours - theirs)).sum(1)
+    rest, their_rest = ((1 - part.exp().sum(1)).clamp(min=1e-6) for part in (ours, theirs))
+    kl = kl + rest * (rest / their_rest).log()
+    return kl.cpu(), (p.argmax(-1) == chosen[:, 0]).cpu()

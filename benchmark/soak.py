@@ -2,12 +2,15 @@
 
     python3 benchmark/soak.py --seconds 560 --json benchmark/results/soak.json
     python3 benchmark/soak.py --budget 8192 --page-size 16 --seconds 560 --json ... --dustin-rectify-interval 64
+    python3 benchmark/soak.py --budget 8192 --page-size 16 --seconds 560 --json ... --algorithm STANDALONE
 
 Without a GPU it runs SGLang's CPU engine.
 Short and long prompts, samplers, penalties, grammars, stops, second turns, aborts, clients that leave, and bursts over
 the server's capacity into a small KV pool, so that requests are retracted and the radix cache evicts. Greedy requests
-within the budget are compared with their solo run. Options that are not listed go to the server. --seconds is the
-whole command's time, the start of the server included; the exit status is 1 where anything is wrong.
+within the budget are compared with their solo run; with --algorithm STANDALONE the same ones, so that the share that
+differs is that of SGLang's own dense speculation. A row names the differences with the largest gaps (soak_verdict.py).
+Options that are not listed go to the server. --seconds is the whole command's time, the start of the server included;
+the exit status is 1 where anything is wrong.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from results import Results, Row, describe_run
 from soak_material import real_material
 from soak_traffic import Load, Traffic
+from soak_verdict import report
 from transformers import AutoConfig
 
 from dustin_sglang.demo.server import Server, ServerError
@@ -36,7 +40,9 @@ from dustin_sglang.demo.server import Server, ServerError
 # SGLang counts its pools after every batch, not only when it is idle, and stops at the first difference.
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 TIE = 0.125  # nats: what bf16 rounding was seen to turn on a GPU (test/gpu/test_exactness.py)
-LAST_SECONDS = 25  # kept for the end of the traffic and of the server
+LAST_SECONDS = 35  # kept for the end of the traffic and of the server, and for the judge of differences
+DUSTIN, STANDALONE = ALGORITHMS = ("dustin", "STANDALONE")
+CHAIN = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
 MINUTE = 60.0
 COUNTERS = {
     "retractions": "sglang:num_retracted_requests_total",
@@ -51,7 +57,9 @@ COUNTERS = {
 def launch(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
     """Return the server's command, without its address."""
     options = ["--model-path", args.model, "--speculative-draft-model-path", args.draft]
-    options += ["--speculative-algorithm", "dustin", "--dustin-budget", str(args.budget)]
+    options += ["--speculative-algorithm", args.algorithm]
+    # What dustin chooses for a whole-model draft.
+    options += CHAIN if args.algorithm == STANDALONE else ["--dustin-budget", str(args.budget)]
     options += ["--page-size", str(args.page_size), "--max-running-requests", str(args.max_running)]
     options += ["--max-total-tokens", str(args.max_total_tokens), "--mem-fraction-static", str(args.mem_fraction)]
     # Optimistic admission, so that running requests meet a full pool, and chunks, so that prefills mix with decodes.
@@ -80,6 +88,7 @@ def make_load(args: argparse.Namespace) -> Load:
         burst=args.burst,
         tie=TIE if torch.cuda.is_available() else 0.0,
         seed=args.seed,
+        stock=args.algorithm == STANDALONE,
     )
 
 
@@ -166,6 +175,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     )
     parser.add_argument("--model", default=".models/smollm2")
     parser.add_argument("--draft", default=".models/smollm2-draft26")
+    parser.add_argument("--algorithm", default=DUSTIN, choices=ALGORITHMS)
     parser.add_argument("--budget", type=int, default=512, help="k; greedy requests of at most k tokens are compared")
     parser.add_argument("--context", type=int, help="longest request with its answer; default: what the model takes")
     parser.add_argument("--max-total-tokens", type=int, help="KV slots; default: two of the longest requests")
@@ -179,6 +189,8 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="result file; a run is added to those that it holds")
     args, extra = parser.parse_known_args(arguments)
+    if args.algorithm == STANDALONE and (ours := [option for option in extra if option.startswith("--dustin-")]):
+        parser.error(f"--algorithm {STANDALONE} has no {', '.join(ours)}")
     if args.context is None:
         args.context = AutoConfig.from_pretrained(args.model).max_position_embeddings
     args.max_total_tokens = args.max_total_tokens or 2 * args.context
@@ -202,12 +214,13 @@ def main() -> int:
             traffic = Traffic(server.url, real_material(args.model), load)
             end = started + args.seconds - LAST_SECONDS
             traffic.prepare(end)
-            row = dict(pair=pair) | soak(server, traffic, end)
+            row = dict(pair=pair, algorithm=args.algorithm) | soak(server, traffic, end)
     except ServerError as error:
         print(error, file=sys.stderr)
         return 1
+    row["differences"] = report(args.model, traffic.differences, load.tie)
     # The file is read only now: several soaks may share it, and a GPU.
-    Results(args.json, ("pair",), settings | {"server": extra, "strict": strict()}, describe_run()).add(row)
+    Results(args.json, ("pair", "algorithm"), settings | {"server": extra, "strict": strict()}, describe_run()).add(row)
     print(row)
     for fault in (found := faults(row)):
         print(f"FAULT {fault}")

@@ -14,11 +14,12 @@ from typing import Any
 
 import requests
 from soak_material import Material, Sampling
+from soak_verdict import BEST, Answer, Difference, Reference, compare
 
 NEW_TOKENS = 40  # of a reference
 ANSWER_SECONDS = 300.0  # the longest wait for an answer; a first sampled request may compile a kernel
-Answer = dict[str, Any]
 KINDS = ("exact", "sparse", "growing", "forced", "grammar", "turn", "aborts", "refused")
+COUNTS = ("requests", *KINDS, "exact_uncached", "exact_retracted", "near_ties")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Load:
         Nats between the two best tokens up to which an answer may leave its reference: what rounding can turn.
     seed
         Of the clients' draws.
+    stock
+        Whether SGLang's own speculation answers, which takes what dustin refuses.
     """
 
     budget: int
@@ -50,15 +53,7 @@ class Load:
     burst_seconds: float = 20.0
     tie: float = 0.0
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The solo run of a greedy request that a verification reads in full, and its gaps between the two best tokens."""
-
-    prompt: list[int]
-    ids: list[int]
-    gaps: list[float]
+    stock: bool = False
 
 
 @dataclass
@@ -68,11 +63,14 @@ class Traffic:
     Attributes
     ----------
     counts
-        Requests by kind, and near ties.
+        Requests by kind; of the greedy ones that are compared, those that found no cached prefix or were retracted; and
+        near ties.
     tokens
         Time and number of tokens of each answer.
     wrong
         What is wrong with an answer.
+    differences
+        All compared answers that are not their solo run's, wrong ones and near ties.
     errors
         Requests that got no answer; the clients stop at the first.
     """
@@ -80,9 +78,10 @@ class Traffic:
     url: str
     material: Material
     load: Load
-    counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(("requests", *KINDS, "near_ties"), 0)))
+    counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTS, 0)))
     tokens: list[tuple[float, int]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     references: list[Reference] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -102,12 +101,9 @@ class Traffic:
                 if time.monotonic() > end:
                     return
                 prompt = self.material.prompt(start, length)
-                answer = self.ask(
-                    prompt, NEW_TOKENS, {"ignore_eos": True}, return_logprob=True, top_logprobs_num=2
-                ).json()
-                best = answer["meta_info"]["output_top_logprobs"]
-                gaps = [row[0][0] - row[1][0] for row in best]
-                self.references.append(Reference(prompt, answer["output_ids"], gaps))
+                sampling: Sampling = {"ignore_eos": True}
+                answer = self.ask(prompt, NEW_TOKENS, sampling, return_logprob=True, top_logprobs_num=BEST).json()
+                self.references.append(Reference.of(prompt, answer))
 
     def run(self, end: float) -> None:
         """Send requests until `end`; then wait for the last answers, cut short."""
@@ -173,17 +169,20 @@ class Traffic:
             ends, sampling = frozenset(), {"ignore_eos": True}
         expected = reference.ids[: next((i + 1 for i, token in enumerate(reference.ids) if token in ends), NEW_TOKENS)]
         if answer := self._answer("exact", reference.prompt, NEW_TOKENS, sampling):
-            self._compare(reference, expected, answer["output_ids"])
+            self._compare(reference, expected, answer)
 
-    def _compare(self, reference: Reference, expected: list[int], got: list[int]) -> None:
-        if got == expected:
+    def _compare(self, reference: Reference, expected: list[int], answer: Answer) -> None:
+        meta = answer["meta_info"]
+        self._count(*["exact_uncached"] * (not meta.get("cached_tokens")))
+        self._count(*["exact_retracted"] * bool(meta.get("num_retractions")))
+        difference = compare(reference, expected, answer)
+        if difference is None:
             return
-        at = next((i for i, pair in enumerate(zip(got, expected, strict=False)) if pair[0] != pair[1]), None)
-        if at is not None and reference.gaps[at] <= self.load.tie:
+        self._add(self.differences, difference)
+        if difference.is_tie(self.load.tie):
             self._count("near_ties")
         else:
-            gap = "" if at is None else f", gap {reference.gaps[at]:.4f}"
-            self._wrong(f"prompt of {len(reference.prompt)}: {got} and not {expected}{gap}")
+            self._wrong(str(difference))
 
     def _sparse(self, draw: random.Random) -> None:
         """A long request with any option; its length is all that is known."""
@@ -259,7 +258,8 @@ class Traffic:
         sampling = draw.choice([{"min_p": 0.1, "temperature": 1}, {"regex": "(w1"}, {"max_new_tokens": 10**7}])
         self._count("requests", "refused")
         status = self.ask(self.material.prompt(0, 30), 8, sampling).status_code
-        if status != 400 and time.monotonic() < self._end:
+        accepted = self.load.stock and "min_p" in sampling
+        if status != (200 if accepted else 400) and time.monotonic() < self._end:
             self._wrong(f"{sampling}: status {status}")
 
     # -- what they share -----------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from pathlib import Path
 from unittest import mock
 
 # SGLang's tests derive a port from the first character of the device's number, which must be there; and importing them
-# sets variables that would reach the servers of all other tests.
-with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="0"):
+# sets variables that would reach the servers of all other tests. DUSTIN_TEST_PORTS: a digit for each run side by side.
+with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=os.environ.get("DUSTIN_TEST_PORTS", "0")):
     from sglang.test.kits import spec_server_kits
     from sglang.test.kits.abort_timeout_kit import AbortAllMixin
     from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
@@ -30,6 +30,7 @@ __all__ = [
     "PauseResumeInPlaceMixin",
     "RegexConstrainedMixin",
     "SpecEagleServerBase",
+    "can_write_a_space",
     "put_sglang_on_path",
     "spec_server_kits",
 ]
@@ -63,3 +64,15 @@ def put_sglang_on_path(folder: Path, command: str, *arguments: str) -> None:
     script.write_text(f'#!/bin/sh\nexec {command} "$@" {" ".join(arguments)}\n')
     script.chmod(0o755)
     os.environ["PATH"] = os.pathsep.join([str(folder), os.environ["PATH"]])
+
+
+def can_write_a_space(model: str | Path) -> bool:
+    """Whether grammars of this model's tokenizer can write a space.
+
+    xgrammar tells from a tokenizer's decoder how the vocabulary spells bytes. It takes what transformers reads from a
+    GGUF file for byte fallback, and then no token has a space: answers end before it, aborted.
+    """
+    import xgrammar
+    from transformers import AutoTokenizer
+
+    return b" " in xgrammar.TokenizerInfo.from_huggingface(AutoTokenizer.from_pretrained(model)).decoded_vocab

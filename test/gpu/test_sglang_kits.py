@@ -1,7 +1,11 @@
-"""SGLang's own kits on the GPU, against a real pair: within the budget, where kits compare, and far beyond it."""
+"""SGLang's own kits on the GPU, against a real pair: within the budget, where kits compare, and far beyond it.
+
+``DUSTIN_TEST_ALGORITHM=STANDALONE`` runs them against SGLang's own speculation: what fails there too is not ours.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import unittest
@@ -20,6 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580)]
 
 # Acceptance of a batch of other shapes turns on rounding; SGLang's own thresholds leave at least as much.
 SHARE_OF_DENSE = 0.9
+ALGORITHM = os.environ.get("DUSTIN_TEST_ALGORITHM", "DUSTIN")
 
 
 class OnPath:
@@ -27,6 +32,8 @@ class OnPath:
 
     @classmethod
     def setUpClass(cls) -> None:
+        made = "grammars cannot write a space with this tokenizer; make the model with python -m dustin_sglang.models"
+        assert kit_servers.can_write_a_space(cls.model), made
         cls.folder = tempfile.TemporaryDirectory()
         # Without these servers take minutes to start, and half of a GPU that other test files use too.
         options = ("--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", "8", "--max-total-tokens", "65536")
@@ -44,7 +51,7 @@ class RealPair(kit_servers.SpecEagleServerBase):
     """The fixture's launch, by attributes, with the pair of the other GPU tests."""
 
     model, draft_model = MODEL, DRAFT
-    spec_algo = "DUSTIN"
+    spec_algo = ALGORITHM
     spec_steps, spec_topk, spec_tokens = 3, 1, 4
     trust_remote_code = False
     mem_fraction_static = 0.9
@@ -54,6 +61,9 @@ class RealPair(kit_servers.SpecEagleServerBase):
     def _launch_args(cls) -> list[str]:
         budget = ["--dustin-budget", str(cls.budget)] if cls.spec_algo == "DUSTIN" else []
         return [*super()._launch_args(), *budget]
+
+
+open_ended = unittest.skip("open-ended: [a-z]+ may not end before the answer is cut, without speculation too")
 
 
 class Measured:
@@ -125,7 +135,6 @@ class TestBeyondTheBudget(
     kit_servers.BasicAPIContractMixin,
     kit_servers.EBNFConstrainedMixin,
     kit_servers.MatchedStopMixin,
-    kit_servers.PauseResumeInPlaceMixin,
     kit_servers.RegexConstrainedMixin,
     RealPair,
 ):
@@ -137,6 +146,19 @@ class TestBeyondTheBudget(
     test_finish_stop_eos = unittest.skip("its prompt and end are in Llama 3's chat format")(
         kit_servers.MatchedStopMixin.test_finish_stop_eos
     )
+    test_regex_generate_custom_log_format = open_ended(
+        kit_servers.RegexConstrainedMixin.test_regex_generate_custom_log_format
+    )
+    test_ebnf_generate_custom_log_format = open_ended(
+        kit_servers.EBNFConstrainedMixin.test_ebnf_generate_custom_log_format
+    )
     test_ebnf_generate_complex_json = unittest.skip("its grammar allows other keys than it accepts")(
         kit_servers.EBNFConstrainedMixin.test_ebnf_generate_complex_json
     )
+
+
+class TestPauseAndResume(OnPath, kit_servers.PauseResumeInPlaceMixin, RealPair):
+    """Answers of full length: SmolLM2 takes the kit's bare prompts for ended turns and gives 19 of 32 empty answers."""
+
+    budget = 128
+    extra_args = ("--preferred-sampling-params", '{"ignore_eos": true}')

@@ -22,13 +22,17 @@ from kit_servers import (
     PauseResumeInPlaceMixin,
     RegexConstrainedMixin,
     SpecEagleServerBase,
+    can_write_a_space,
     put_sglang_on_path,
     spec_server_kits,
 )
 from serving import Server
+from tokenizers import decoders
+from transformers import AutoTokenizer
 
 # Texts are as long as their bytes: what must be exact has less than this, long prompts are verified sparsely.
 BUDGET = 700
+MODEL = Path(__file__).parents[2] / ".models" / "smollm2"
 
 
 class BytePair:
@@ -104,3 +108,13 @@ def test_every_kit_of_the_wheel_is_run_or_listed_with_its_reason() -> None:
     kits = {name for name in vars(spec_server_kits) if name.startswith("Spec") and name.endswith("Kit")}
     part_of_a_kit = {"radix_cache_server_kit"}  # what SpecFeatureKit calls
     assert (files | kits) - run - part_of_a_kit == NOT_RUN.keys()
+
+
+def test_grammars_can_write_a_space_unless_the_tokenizer_is_as_transformers_reads_it_from_gguf(tmp_path: Path) -> None:
+    """Five kit tests on a GPU were aborted before a space, under dustin and stock speculation alike."""
+    assert can_write_a_space(MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    llama = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("\u2581", " "), decoders.ByteLevel()]
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(llama)
+    tokenizer.save_pretrained(tmp_path)
+    assert not can_write_a_space(tmp_path)
