@@ -40,9 +40,10 @@ from real_engine import add_pair_options
 from results import Results, add_resume_options, describe_run
 
 from dustin_sglang.calibrate.trace import CalibrationError
+from dustin_sglang.profile import default_groups
 
-SETTINGS = ("dense", "hybrid:512", "lookahead:512", "quest:512", "streaming:512", "hybrid:128", "hybrid:256",
-            "hybrid:1024")  # fmt: skip
+SETTINGS = ("dense", "hybrid-sum:512", "hybrid:512", "lookahead:512", "quest:512", "streaming:512", "hybrid-sum:128",
+            "hybrid-sum:256", "hybrid-sum:1024")  # fmt: skip
 
 
 def make_items(args: argparse.Namespace, tokenizer: Any) -> list[Item]:
@@ -93,6 +94,7 @@ def run_answer(args: argparse.Namespace) -> None:
     check_metrics(items)
     answers, run = Answers(args.answers), describe_run()
     options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    options["layer_groups"] = default_groups(args.profile, dict(draft=str(args.draft), target=str(args.target)))
     answers.begin(run, {name: value for name, value in options.items() if name != "function"})
     answer_all(items, settings, answers, run, AutoTokenizer.from_pretrained(args.target), args)
 

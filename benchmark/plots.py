@@ -22,6 +22,8 @@ from engine_options import ENGINES
 from results import ROOT, Row, latest_rows, read_runs
 from trace_summary import PHASES
 
+from dustin_sglang.selection.policies import POLICIES
+
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402  (the backend comes first)
 from matplotlib.axes import Axes  # noqa: E402
@@ -136,8 +138,9 @@ def plot_serving(rows: Sequence[Row]) -> Figure | None:
 def plot_quality(rows: Sequence[Row]) -> Figure | None:
     """KL to dense against the budget, a panel a task, a line a method; None without rows.
 
-    Drawn are the models, the context and the seed that have the most rows, of the profiles the automatic one or else
-    the first, and one list for all layers, but for the oracle.
+    Drawn are the models, the context and the seed that have the most rows; of the profiles the one with weights for
+    groups of layers, or else the automatic one, or else the first; and of lists for groups the oracle's and those that
+    such weights make.
     """
     if not rows:
         return None
@@ -147,9 +150,16 @@ def plot_quality(rows: Sequence[Row]) -> Figure | None:
         sets.setdefault(same, []).append(row)
     rows = max(sets.values(), key=len)
     profiles = [row["profile"] for row in rows if row["profile"] is not None]
-    first = "automatic" if "automatic" in profiles else next(iter(profiles), None)
+    mixed = [row["profile"] for row in rows if row["policy"] == "hybrid-sum" and row["lookahead_share"] is None]
+    first = next(iter([*mixed, *(name for name in profiles if name == "automatic"), *profiles]), None)
     rows = [row for row in rows if row["profile"] in (None, first)]
-    rows = [row for row in rows if row["policy"] == quality.ORACLE or row.get("groups", 1) == 1]
+    rows = [
+        row
+        for row in rows
+        if row.get("groups", 1) == 1
+        or row["policy"] == quality.ORACLE
+        or (mixed and POLICIES[row["policy"]].mixes and row.get("extra_step"))
+    ]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure, grid = pyplot.subplots(1, len(tasks), figsize=(4 * len(tasks), 4), squeeze=False, sharey=True)
     colours = pyplot.get_cmap("tab20").colors

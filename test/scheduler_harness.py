@@ -14,12 +14,6 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-# The registry imports every model of SGLang, which is half of an engine's start.
-_PRELOAD = [
-    "sglang.srt.managers.scheduler",
-    "sglang.srt.speculative.standalone_worker_v2",
-    "sglang.srt.models.registry",
-]
 _context: Any = None
 # SGLang's own accounts, read after every batch: no slot lost, freed twice, or used after it was freed. SGLang #27789 is
 # a leak that showed only under load.
@@ -43,7 +37,7 @@ def in_child(case: Callable[..., Any], *args: Any, env: dict[str, str] | None = 
         # Before the fork server loads OpenMP: idle threads of a second core cost these models half of their time.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         _context = multiprocessing.get_context("forkserver")
-        _context.set_forkserver_preload(_PRELOAD)
+        _context.set_forkserver_preload(["engine_preload"])
     parent, child = _context.Pipe()
     process = _context.Process(target=_run, args=(child, case, args, env or {}), daemon=True)
     process.start()
@@ -84,12 +78,10 @@ class Engine:
     def __init__(self, *, threads: int = 1, **kwargs: Any) -> None:
         import torch
         from sglang.srt.managers.scheduler import Scheduler
-        from sglang.srt.plugins import load_plugins
         from sglang.srt.runtime_context import publish
         from sglang.srt.server_args import PortArgs, ServerArgs
 
         torch.set_num_threads(threads)  # barriers of several threads cost tiny models more than they save
-        load_plugins()
         defaults: dict[str, Any] = dict(
             device="cpu",
             dtype="float32",

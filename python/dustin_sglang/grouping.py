@@ -67,7 +67,7 @@ class Grouping:
             return replace(self.profile, history=histories[group], grouped_lookahead={}, layer_groups=1)
         # A layer's score is a mean over its heads.
         factors = {
-            part.layers[0]: weight / sum(head for *_, head in part.each)
+            part.layers[0]: weight / (sum(head for *_, head in part.each) or 1.0)
             for part, weight in zip(self.lookahead, self.weights.lookahead[group], strict=True)
         }
         ahead = Heads.of((layer, head, weight * factors[layer]) for layer, head, weight in self.profile.lookahead.each)

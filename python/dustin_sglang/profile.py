@@ -229,9 +229,19 @@ def default_groups(name: str, paths: Mapping[str, str]) -> int:
     ----------
     paths
         Folders (or names on a hub) of ``draft`` and ``target``.
+
+    Raises
+    ------
+    ProfileError
+        A file that is missing or no profile.
     """
     file = name if name != "auto" else shipped_for({role: fingerprint(path) for role, path in paths.items()})
-    return 1 if file is None else parse_count(read_json(file).get("layer_groups", 1))
+    if file is None:
+        return 1
+    try:
+        return parse_count(read_json(file).get("layer_groups", 1))
+    except ValueError as error:
+        raise error if isinstance(error, ProfileError) else ProfileError(f"--dustin-profile {file}: {error}") from error
 
 
 def shipped_for(fingerprints: Mapping[str, str | None]) -> str | None:

@@ -109,9 +109,9 @@ def parse_count(value: Any) -> int:
 
     Raises
     ------
-    ProfileError
+    ValueError
         Anything but a whole number of at least 1.
     """
     if type(value) is not int or value < 1:
-        raise ProfileError(f"{value!r} is not a whole number of at least 1")
+        raise ValueError(f"{value!r} is not a whole number of at least 1")
     return value

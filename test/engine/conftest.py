@@ -20,3 +20,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "eagle3": write_eagle3(root / "eagle3", TARGET),
     }
     return {name: str(folder) for name, folder in folders.items()}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that no worker has one of them left at the end."""
+    items.sort(key=lambda item: item.path.stem not in ("test_demo_case", "test_long_chat", "test_exactness_ladder"))

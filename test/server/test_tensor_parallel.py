@@ -7,6 +7,7 @@ a test on a CPU can show, and not measured yet (README.md, "Refused at start-up"
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -81,8 +82,9 @@ def two_ranks(folder: Path, model: str, lists: Path) -> list[list[int]]:
 
 
 def one_rank(folder: str, model: str) -> list[list[int]]:
-    """The same on one rank, in this process."""
-    sys.path.insert(0, folder)  # where the plugin is found
+    """The same on one rank, in this process, where SGLang has loaded its plugins before."""
+    sys.path.insert(0, folder)
+    importlib.import_module("spy").register()
     engine = Engine(
         model_path=model,
         speculative_algorithm="dustin",

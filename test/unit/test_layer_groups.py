@@ -136,6 +136,15 @@ def test_heads_count_by_their_weights_in_whichever_part_they_are() -> None:
     torch.testing.assert_close(both, (3 * first + 0.5 * second) / 3.5)
 
 
+def test_a_part_whose_heads_all_weigh_nothing_scores_nothing() -> None:
+    heads = Heads(((1, (0,)), (3, (1,))), (0.0, 2.0))
+    pools = [keys_of(LIKES[1]), keys_of(LIKES[3])]
+    first, second = Signal(store_of(heads), pools, (0, 0), 1.0, shift=0, parts=(slice(0, 1), slice(1, 2))).score(
+        batch()
+    )
+    assert not first.any() and second.sum(1).tolist() == pytest.approx([1.0, 1.0])
+
+
 def test_ranks_scores_add_up_to_the_mean_over_all_heads() -> None:
     """Two ranks hold a head each, of weights 3 and 1: every rank divides by what all of them weigh."""
     both = Heads(((1, (0, 1)),), (3.0, 1.0))

@@ -15,6 +15,7 @@ from dustin_sglang.profile import (
     ProfileError,
     auto_profile,
     check_fingerprints,
+    default_groups,
     load_profile,
     save_profile,
 )
@@ -112,11 +113,31 @@ def write(path: Path, **changes: object) -> str:
         ({"lookahead_share": "0.5"}, "not a number"),
         ({"lookahead_share": float("nan")}, "not in 0..1"),
         ({"lookahead_share": 10**400}, "malformed"),
+        ({"grouped_lookahead": {"2": {"lookahead": [[1.0]], "shares": [0.5]}}}, "1 groups stand under the number 2"),
+        (
+            {"grouped_lookahead": {"1": {"lookahead": [[0.5] * 2], "shares": [0.5]}}},
+            "2 layers, but 12 look",
+        ),
+        ({"grouped_lookahead": {"1": {"lookahead": [["1"]], "shares": [0.5]}}}, "malformed"),
+        ({"grouped_lookahead": {"1": {"lookahead": [[float("nan")]], "shares": [0.5]}}}, "sum to 1"),
+        ({"grouped_lookahead": {"1": {"lookahead": [[1.0]]}}}, "malformed"),
+        ({"layer_groups": 2}, "layer_groups is 2, which it does not describe"),
+        ({"layer_groups": True}, "not a whole number"),
     ],
 )
 def test_a_wrong_profile_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(ProfileError, match=message):
         load_profile(write(tmp_path / "pair.json", **changes), DRAFT, TARGET)
+
+
+def test_the_groups_of_a_launch_are_read_before_the_models_are_known(tmp_path: Path) -> None:
+    nowhere = {"draft": "nowhere", "target": "nowhere"}
+    assert default_groups(write(tmp_path / "one.json"), nowhere) == 1
+    assert default_groups(write(tmp_path / "four.json", layer_groups=4), nowhere) == 4
+    with pytest.raises(ProfileError, match=r"--dustin-profile .*bad\.json: 0 is not a whole number"):
+        default_groups(write(tmp_path / "bad.json", layer_groups=0), nowhere)
+    with pytest.raises(ProfileError, match="No such file"):
+        default_groups(str(tmp_path / "none.json"), nowhere)
 
 
 def test_a_missing_file_and_one_that_is_not_json(tmp_path: Path) -> None:

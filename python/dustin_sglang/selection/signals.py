@@ -98,7 +98,8 @@ class Signal:
         if rows not in self._factors_of:
             factors = [0.0] * len(self._weights)
             for part, total in zip(self._parts, self._totals, strict=True):
-                factors[part] = [weight / (rows * total) for weight in self._weights[part]]
+                # A profile may give all heads of a layer nothing.
+                factors[part] = [weight / (rows * total) if total else 0.0 for weight in self._weights[part]]
             self._factors_of[rows] = tuple(factors)
         return self._factors_of[rows]
 
