@@ -12,7 +12,10 @@ import os
 import traceback
 from array import array
 from collections.abc import Callable
+from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 _context: Any = None
 # SGLang's own accounts, read after every batch: no slot lost, freed twice, or used after it was freed. SGLang #27789 is
@@ -38,6 +41,10 @@ def in_child(case: Callable[..., Any], *args: Any, env: dict[str, str] | None = 
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         _context = multiprocessing.get_context("forkserver")
         _context.set_forkserver_preload(["engine_preload"])
+        # The fork server passes over a module that it does not find, and it looks for it along PYTHONPATH alone.
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with mock.patch.dict(os.environ, PYTHONPATH=path):
+            forkserver.ensure_running()
     parent, child = _context.Pipe()
     process = _context.Process(target=_run, args=(child, case, args, env or {}), daemon=True)
     process.start()
