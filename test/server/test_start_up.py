@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from scheduler_harness import in_child
-from serving import Server, command, free_port
+from serving import Server, command, few_models, free_port
 from words import words
 
 
@@ -94,7 +94,7 @@ def test_two_engines_of_different_kinds_in_one_process(tiny: dict[str, str], tmp
         capture_output=True,
         text=True,
         timeout=240,
-        env=os.environ | {"DUSTIN_BUDGET": "4096", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"DUSTIN_BUDGET": "4096", "OMP_NUM_THREADS": "1"} | few_models(),
     )
     lines = [line for line in run.stdout.splitlines() if line.startswith("TOKENS")]
     assert len(lines) == 2 and lines[0] == lines[1], run.stderr[-3000:]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler_harness import Engine, in_child
+from serving import few_models
 
 SCRIPT = """
 import json, sys
@@ -73,6 +74,7 @@ def two_ranks(folder: Path, model: str, lists: Path) -> list[list[int]]:
         timeout=240,
         env=os.environ
         | OPTIONS
+        | few_models()
         | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "LISTS": str(lists)}
         | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
     )
