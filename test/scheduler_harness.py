@@ -76,19 +76,17 @@ class Engine:
 
     Parameters
     ----------
-    threads
-        Threads of torch.
     kwargs
         SGLang's server arguments.
     """
 
-    def __init__(self, *, threads: int = 1, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         import torch
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.runtime_context import publish
         from sglang.srt.server_args import PortArgs, ServerArgs
 
-        torch.set_num_threads(threads)  # barriers of several threads cost tiny models more than they save
+        torch.set_num_threads(1)  # barriers of several threads cost tiny models more than they save
         defaults: dict[str, Any] = dict(
             device="cpu",
             dtype="float32",

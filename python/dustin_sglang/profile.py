@@ -236,12 +236,11 @@ def default_groups(name: str, paths: Mapping[str, str]) -> int:
         A file that is missing or no profile.
     """
     file = name if name != "auto" else shipped_for({role: fingerprint(path) for role, path in paths.items()})
-    if file is None:
-        return 1
+    count = 1 if file is None else read_json(file).get("layer_groups", 1)
     try:
-        return parse_count(read_json(file).get("layer_groups", 1))
+        return parse_count(count)
     except ValueError as error:
-        raise error if isinstance(error, ProfileError) else ProfileError(f"--dustin-profile {file}: {error}") from error
+        raise ProfileError(f"--dustin-profile {file}: {error}") from error
 
 
 def shipped_for(fingerprints: Mapping[str, str | None]) -> str | None:

@@ -8,7 +8,7 @@ as a distribution over the positions that a policy can choose,
 
 by  w_i <- w_i * (sum p r_i / sum_j w_j r_j) / (sum T_i / sum_j w_j T_j)  over windows, which never lowers it: the first
 logarithm is bounded below as in expectation maximisation for mixtures (Dempster, Laird and Rubin, 1977), the second
-above by its tangent. No rate and no start matter: it is concave in the mixture's weights.
+above by its tangent. No rate and no start matter: for weights of a total of 1 it is concave.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def improve(weights: torch.Tensor, examples: Examples, steps: int) -> torch.Tens
     for _ in range(steps):
         score, total = _score(weights, examples)
         gain = torch.einsum("wgc,wpc->gp", examples.wanted / score, examples.parts)
-        weights = weights * gain / (1 / total).T.matmul(examples.totals)
+        weights = weights * gain / (1 / total).T.matmul(examples.totals).clamp(min=_FLOOR)
         weights = weights / weights.sum(1, keepdim=True)
     return weights
 
