@@ -45,6 +45,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--layer-groups", type=int, default=1, help="DUSTIN_LAYER_GROUPS; groups of shapes have made-up weights"
     )
     parser.add_argument("--mass", type=float, default=1.0, help="DUSTIN_MASS")
+    parser.add_argument("--extra-step", default="auto", choices=["auto", "off"], help="DUSTIN_EXTRA_STEP")
+    parser.add_argument("--rectify-interval", type=int, default=0, help="DUSTIN_RECTIFY_INTERVAL")
     parser.add_argument("--sparse-draft", default="all", choices=["all", "unscored"], help="DUSTIN_SPARSE_DRAFT")
     parser.add_argument("--memory", type=float, default=0.85, help="SGLang's mem_fraction_static")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
@@ -118,6 +120,8 @@ def set_environment(method: str, models: Models, args: argparse.Namespace) -> No
         "DUSTIN_BUDGET": str(args.budget),
         "DUSTIN_LAYER_GROUPS": str(args.layer_groups),
         "DUSTIN_MASS": str(args.mass),
+        "DUSTIN_EXTRA_STEP": args.extra_step,
+        "DUSTIN_RECTIFY_INTERVAL": str(args.rectify_interval),
         "DUSTIN_SPARSE_DRAFT": args.sparse_draft if method == SPARSE_DRAFT else None,
         "SGLANG_SIMULATE_ACC_LEN": str(args.accept_length) if models.dummy else None,
         "SGLANG_PROFILE_WITH_STACK": "false",
@@ -139,19 +143,25 @@ def flags(arguments: dict[str, Any]) -> list[str]:
 
 
 def row_key(method: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the part of a row's key that names engine and models."""
+    """Return the part of a row's key that names engine and models; None for what an option leaves as it is.
+
+    So rows from before an option have the key of rows without it.
+    """
     speculates, ours = method != NO_SPECULATION, method in (DUSTIN, SPARSE_DRAFT)
     return dict(
         shape=Path(args.target).name,
         draft=Path(args.draft).name if speculates else None,
         method=method,
         k=args.budget if ours else None,
-        layer_groups=args.layer_groups if ours and args.layer_groups > 1 else None,  # as in rows from before the flag
+        layer_groups=args.layer_groups if ours and args.layer_groups > 1 else None,
         mass=args.mass if ours and args.mass < 1 else None,
+        extra_step=args.extra_step if ours and args.extra_step != "auto" else None,
+        rectify_interval=args.rectify_interval if ours and args.rectify_interval else None,
         g=args.steps + 1 if speculates else 1,
         sparse_draft=args.sparse_draft if method == SPARSE_DRAFT else None,
         tp=args.tp,
     )
 
 
-ENGINE_KEY = ("shape", "draft", "method", "k", "layer_groups", "mass", "g", "sparse_draft", "tp")
+VARIANTS = ("mass", "extra_step", "rectify_interval")  # of dustin, None as it starts by itself
+ENGINE_KEY = ("shape", "draft", "method", "k", "layer_groups", *VARIANTS, "g", "sparse_draft", "tp")

@@ -18,7 +18,7 @@ import end_to_end
 import matplotlib
 import quality
 import serving_sweep
-from engine_options import ENGINES
+from engine_options import ENGINES, VARIANTS
 from results import ROOT, Row, latest_rows, read_runs
 from trace_summary import PHASES
 
@@ -199,18 +199,19 @@ def _label(axes: Axes, title: str, x: str, y: str, *, legend: bool = True) -> No
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
+def _as_started(file: Path, key: Sequence[str]) -> list[Row]:
+    """Newest rows of engines that no option changed, whether with one list or with one for each group of layers."""
+    rows = latest_rows(read_runs(file), [field for field in key if field != "layer_groups"])
+    return [row for row in rows if all(row.get(field) is None for field in VARIANTS)]
+
+
 def draw_all(results: Path, out: Path, *, shape: str, batch: int, k: int) -> list[Path]:
     """Draw every plot that has rows; return the files."""
-    # Plots compare engines and kernels with one list of the whole budget.
     attention_rows = [
         row for row in latest_rows(read_runs(results / "attention.json"), attention.KEY) if row.get("groups") is None
     ]
-    engine_rows = [
-        row
-        for row in latest_rows(read_runs(results / "end_to_end.json"), end_to_end.KEY)
-        if row.get("layer_groups") is row.get("mass") is None
-    ]
-    serving_rows = latest_rows(read_runs(results / "serving.json"), serving_sweep.KEY)
+    engine_rows = _as_started(results / "end_to_end.json", end_to_end.KEY)
+    serving_rows = _as_started(results / "serving.json", serving_sweep.KEY)
     quality_rows = [row for row in latest_rows(read_runs(results / "quality.json"), quality.KEY) if "kl" in row]
     plots: dict[str, Callable[[], Figure | None]] = {
         "attention.png": lambda: plot_attention(attention_rows, shape=shape, batch=batch, k=k),

@@ -149,7 +149,7 @@ def main() -> int:
     settings["text"] = [file.name for file in args.text]
     results = Results(args.json, KEY, settings, describe_run())
     never: tuple[Row, list[np.ndarray]] | None = None
-    for setting in [*(Setting("hybrid", args.budget, interval) for interval in args.intervals), Setting("dense")]:
+    for setting in [*(Setting(args.policy, args.budget, interval) for interval in args.intervals), Setting("dense")]:
         if deadline.passed:
             print(f"time is up before {setting}")
             break
@@ -173,6 +173,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--context", type=int, default=4096, help="tokens of a prompt")
     parser.add_argument("--new-tokens", type=int, default=1024)
+    parser.add_argument("--policy", default="hybrid-sum", help="as --dustin-policy")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--intervals", nargs="+", type=int, default=[64, 16], help="beside 0, which is always measured")
     parser.add_argument("--batch", type=int, default=8)

@@ -3,6 +3,7 @@
     python3 benchmark/soak.py --seconds 560 --json benchmark/results/soak.json
     python3 benchmark/soak.py --budget 8192 --page-size 16 --seconds 560 --json ... --dustin-rectify-interval 64
     python3 benchmark/soak.py --budget 8192 --page-size 16 --seconds 560 --json ... --algorithm STANDALONE
+    python3 benchmark/soak.py --budget 8192 --page-size 16 --seconds 560 --json ... --dtype float16
 
 Without a GPU it runs SGLang's CPU engine.
 Short and long prompts, samplers, penalties, grammars, stops, second turns, aborts, clients that leave, and bursts over
@@ -67,7 +68,7 @@ def launch(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
     if not torch.cuda.is_available():
         options += ["--dtype", "float32", "--sleep-on-idle"]
         return [sys.executable, "-m", "dustin_sglang.cpu", "sglang.launch_server", *options, *extra]
-    options += ["--dtype", "bfloat16", "--attention-backend", "flashinfer", "--disable-prefill-cuda-graph"]
+    options += ["--dtype", args.dtype, "--attention-backend", "flashinfer", "--disable-prefill-cuda-graph"]
     options += ["--cuda-graph-max-bs-decode", str(args.max_running)]
     return [sys.executable, "-m", "sglang.launch_server", *options, *extra]
 
@@ -179,6 +180,9 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     parser.add_argument("--budget", type=int, default=512, help="k; greedy requests of at most k tokens are compared")
     parser.add_argument("--context", type=int, help="longest request with its answer; default: what the model takes")
     parser.add_argument("--max-total-tokens", type=int, help="KV slots; default: two of the longest requests")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=["bfloat16", "float16"], help="on a GPU; float16 rounds 8 times finer"
+    )
     parser.add_argument("--mem-fraction", type=float, default=0.2, help="bound of the memory that is taken")
     parser.add_argument("--max-running", type=int, default=8, help="requests that the server runs at once")
     parser.add_argument("--page-size", type=int, default=1)

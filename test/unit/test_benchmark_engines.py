@@ -85,15 +85,17 @@ def test_a_sparse_draft_is_dustin_with_one_more_variable() -> None:
 
 
 @pytest.mark.usefixtures("environment")
-def test_groups_and_mass_reach_our_engines_and_name_their_rows_only_where_they_do_something() -> None:
-    args = end_to_end.parse(["--layer-groups", "4", "--mass", "0.9"])
-    set_environment("dustin", MODELS, args)
-    assert (os.environ["DUSTIN_LAYER_GROUPS"], os.environ["DUSTIN_MASS"]) == ("4", "0.9")
-    sizes = ["--batches", "8", "--contexts", "32000"]
-    for options_given, expected in (([], (None, None)), (["--layer-groups", "4", "--mass", "0.9"], (4, 0.9))):
-        keys = end_to_end.row_keys(end_to_end.parse([*sizes, *options_given]))
-        named = {key["method"]: (key["layer_groups"], key["mass"]) for key in keys}
-        assert named["dustin"] == expected and named["STANDALONE"] == (None, None)
+def test_options_of_dustin_reach_its_engines_and_name_their_rows_only_where_they_do_something() -> None:
+    given = {"layer-groups": 4, "mass": 0.9, "extra-step": "off", "rectify-interval": 64}
+    options_given = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    set_environment("dustin", MODELS, end_to_end.parse(options_given))
+    for name, value in given.items():
+        assert os.environ["DUSTIN_" + name.replace("-", "_").upper()] == str(value)
+    sizes, nothing = ["--batches", "8", "--contexts", "32000"], (None,) * len(given)
+    for line, expected in (([], nothing), (options_given, tuple(given.values()))):
+        keys = end_to_end.row_keys(end_to_end.parse([*sizes, *line]))
+        named = {key["method"]: tuple(key[name.replace("-", "_")] for name in given) for key in keys}
+        assert named["dustin"] == expected and named["STANDALONE"] == nothing
 
 
 def test_no_speculation_has_no_speculative_flag() -> None:
