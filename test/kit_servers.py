@@ -12,7 +12,9 @@ from unittest import mock
 
 import torch
 
-torch.cuda.is_available()  # CUDA reads the variable once: it must have, before it names a port
+if torch.cuda.is_available():  # CUDA reads the variable once, torch counts devices once: both before it names a port
+    torch.cuda.init()
+    torch.cuda.device_count()
 # SGLang's tests derive a port from the first character of the device's number, which must be there; and importing them
 # sets variables that would reach the servers of all other tests. DUSTIN_TEST_PORTS: a digit for each run side by side.
 with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=os.environ.get("DUSTIN_TEST_PORTS", "0")):
