@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+PART = 1024  # tokens of a forward: a long prompt in one would need a square of scores
 
 
 def load_judge(target: str | Path) -> Any:
@@ -17,8 +20,10 @@ def load_judge(target: str | Path) -> Any:
 
 
 @torch.inference_mode()
-def judge(model: Any, prompt: list[int], answer: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether the target would have chosen each token of the answer there too, and its log-probability of it.
+def judge(model: Any, prompt: list[int], answers: Sequence[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Whether the target would have chosen each token of some answers too, and its log-probability of it.
+
+    The prompt is read once for all of its answers.
 
     Parameters
     ----------
@@ -27,14 +32,30 @@ def judge(model: Any, prompt: list[int], answer: list[int]) -> tuple[torch.Tenso
 
     Returns
     -------
-    tuple of Tensor
-        bool and float32 ``[len(answer)]``, on the CPU.
+    list of tuple of Tensor
+        For each answer bool and float32 ``[len(answer)]``, on the CPU.
     """
-    ids = torch.tensor([prompt + answer], device=model.device)
-    logits = model(ids, logits_to_keep=len(answer) + 1).logits[0, :-1].float()
-    chosen = ids[0, -len(answer) :]
-    logprobs = logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
-    return (logits.argmax(-1) == chosen).cpu(), logprobs.cpu()
+    from transformers import DynamicCache
+
+    cache, verdicts = DynamicCache(), []
+    first = _read(model, prompt, cache)[-1:]
+    for answer in answers:
+        logits = torch.cat([first, _read(model, answer[:-1], cache, keep_all=True)])
+        cache.crop(len(prompt))
+        chosen = torch.tensor(answer, device=model.device)
+        logprobs = logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+        verdicts.append(((logits.argmax(-1) == chosen).cpu(), logprobs.cpu()))
+    return verdicts
+
+
+def _read(model: Any, ids: list[int], cache: Any, keep_all: bool = False) -> torch.Tensor:
+    """Read tokens behind a cache, a part at a time; return the logits of all places, or of each part's last."""
+    logits = [torch.empty(0, model.config.vocab_size, device=model.device)]
+    for part in torch.tensor([ids], device=model.device).split(PART, dim=1):
+        if part.shape[1]:
+            output = model(part, past_key_values=cache, use_cache=True, logits_to_keep=0 if keep_all else 1)
+            logits.append(output.logits[0].float())
+    return torch.cat(logits)
 
 
 @torch.inference_mode()

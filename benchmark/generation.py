@@ -3,19 +3,24 @@
     python3 benchmark/generation.py items items.jsonl.xz --tokenizer TARGET --ruler --contexts 4096 8192 16384 30000
     python3 benchmark/generation.py items more.jsonl.xz --tokenizer TARGET --longbench DATA --longbench-config CONFIG
     python3 benchmark/generation.py answer items.jsonl.xz answers.jsonl --target TARGET --draft DRAFT
+    python3 benchmark/generation.py judge items.jsonl.xz answers.jsonl --target TARGET
     python3 benchmark/generation.py score items.jsonl.xz answers.jsonl --json benchmark/results/quality.json
 
 `items` makes the prompts once, on any machine. `answer` starts an engine for each POLICY[:K[:INTERVAL]] of --settings
-and lets it answer them greedily; it needs SGLang and this repository alone, and runs without a GPU under
-`python -m dustin_sglang.cpu`. `score` needs no model. A row is a task, a context and a setting:
+and lets it answer them, greedily but for --continue; it needs SGLang and this repository alone, and runs without a GPU
+under `python -m dustin_sglang.cpu`. `judge` has the dense target read long answers (those that ignore the end of
+sequence), in transformers and float32 on any machine, and adds to the file what it would have chosen. `score` needs no
+model. A row is a task, a context and a setting:
 
     task, context, k, policy, groups, profile, rectify_interval, steps, topk   what was measured
     n                                          items that the setting and dense have both answered
     score, dense_score, dense_minus_score      0 to 100, by the benchmark's own metric; null for long answers
     accept_length, dense_accept_length         tokens a verification
     new_tokens                                 mean length of an answer
-    agreement_by_256, logprob_by_256           answer --judge: of every 256 tokens the share that the dense target would
-                                               choose there too, and its mean log-probability of them
+    agreement, logprob                         of judged answers: the share of tokens that the dense target would choose
+                                               there too, and its mean log-probability of them
+    dense_minus_agreement, dense_minus_logprob by how much more of dense answers
+    agreement_by_256, logprob_by_256           the first two of every 256 tokens
     ci                                         95% intervals by bootstrap, paired by item
 
 The task `ruler` is the mean of RULER's tasks of a context.
@@ -31,10 +36,11 @@ from typing import Any
 import generation_longbench
 import generation_ruler
 from generation_answers import Answers, Setting
+from generation_continue import make_items as make_long_items
 from generation_engines import answer_all
 from generation_items import Item, chat_overhead, choose_items, read_items, write_items
+from generation_judge import judge_all
 from generation_metrics import check_metrics
-from generation_retell import make_items as make_retell_items
 from generation_rows import KEY, make_rows, render
 from real_engine import add_pair_options
 from results import Results, add_resume_options, describe_run
@@ -67,8 +73,8 @@ def make_items(args: argparse.Namespace, tokenizer: Any) -> list[Item]:
             for dataset in args.datasets:
                 arguments = (args.longbench_config, dataset, context, args.count, tokenizer)
                 items += generation_longbench.make_items(data, *arguments)
-    for context in args.contexts if args.retell else ():
-        items += make_retell_items(args.retell, context, args.count, args.new_tokens, tokenizer, args.seed)
+    for context in args.contexts if args.excerpts else ():
+        items += make_long_items(args.excerpts, context, args.count, args.new_tokens, tokenizer, args.seed)
     return items
 
 
@@ -76,8 +82,8 @@ def run_items(args: argparse.Namespace) -> None:
     """Make items and write them."""
     from transformers import AutoTokenizer
 
-    if not (args.ruler or args.longbench or args.retell):
-        raise ValueError("nothing to make: give --ruler, --longbench or --retell")
+    if not (args.ruler or args.longbench or args.excerpts):
+        raise ValueError("nothing to make: give --ruler, --longbench or --continue")
     if args.longbench and not args.longbench_config:
         raise ValueError("--longbench needs --longbench-config, the folder LongBench/config of its repository")
     items = make_items(args, AutoTokenizer.from_pretrained(args.tokenizer))
@@ -99,6 +105,17 @@ def run_answer(args: argparse.Namespace) -> None:
     answer_all(items, settings, answers, run, AutoTokenizer.from_pretrained(args.target), args)
 
 
+def run_judge(args: argparse.Namespace) -> None:
+    """Let the dense target read the long answers."""
+    from transformers import AutoTokenizer
+
+    if not args.answers.exists():
+        raise ValueError(f"{args.answers}: no such file; `answer` makes it")
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    count = judge_all(read_items(args.items), Answers(args.answers), tokenizer, args.target, args.minutes)
+    print(f"{args.answers}: {count} answers judged")
+
+
 def run_score(args: argparse.Namespace) -> None:
     """Write the rows of all answers, each to the run that gave them, and print a table."""
     items, answers = read_items(args.items), Answers(args.answers)
@@ -115,7 +132,7 @@ def run_score(args: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    steps = parser.add_subparsers(required=True, metavar="items|answer|score")
+    steps = parser.add_subparsers(required=True, metavar="items|answer|judge|score")
 
     step = steps.add_parser("items", help="make prompts")
     step.set_defaults(function=run_items)
@@ -130,8 +147,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--longbench", metavar="PATH", help="folder of JSONL files, data.zip, or hub")
     add("--longbench-config", type=Path, metavar="DIR", help="folder of dataset2prompt.json and dataset2maxlen.json")
     add("--datasets", nargs="+", default=list(generation_longbench.METRIC), help="of LongBench; _e for LongBench-E")
-    add("--retell", nargs="+", type=Path, metavar="FILE", help="long texts to retell, UTF-8")
-    add("--new-tokens", type=int, default=2048, help="of a retold text (default: %(default)s)")
+    add("--continue", dest="excerpts", nargs="+", type=Path, metavar="FILE", help="long texts to go on with, UTF-8")
+    add("--new-tokens", type=int, default=2048, help="of what they go on with (default: %(default)s)")
 
     step = steps.add_parser("answer", help="let engines answer")
     step.set_defaults(function=run_answer)
@@ -146,8 +163,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--contexts", nargs="+", type=int, metavar="N", help="the same")
     add("--limit", type=int, help="take only the first items of each task and context")
     add("--running", type=int, default=32, help="requests at a time (default: %(default)s)")
-    add("--judge", action="store_true", help="read long answers with the dense target, in transformers")
     add_resume_options(step, "start no batch later than this")
+
+    step = steps.add_parser("judge", help="let the dense target read long answers")
+    step.set_defaults(function=run_judge)
+    add = step.add_argument
+    add("items", type=Path)
+    add("answers", type=Path)
+    add("--target", type=Path, required=True, help="folder of the model that answered")
+    add("--minutes", type=float, help="start no item later than this; judged answers are not judged again")
 
     step = steps.add_parser("score", help="turn answers into rows")
     step.set_defaults(function=run_score)

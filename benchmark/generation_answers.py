@@ -138,7 +138,21 @@ class Answers:
     def add(self, answers: Sequence[Answer]) -> None:
         """Append answers to the last run that was begun."""
         for answer in answers:
-            self._append({name: value for name, value in asdict(answer).items() if value is not None})
+            self._append(_line(answer))
+
+    def replace(self, answer: Answer) -> None:
+        """Put what became of an answer in its place, for `rewrite`."""
+        key = (answer.setting, answer.item)
+        self._found[key] = (self._found[key][0], answer)
+
+    def rewrite(self) -> None:
+        """Write the file anew, without answers that newer ones have replaced; it is whole at every moment."""
+        lines: list[dict[str, Any]] = []
+        for number, run in enumerate(self.runs):
+            lines += [run, *(_line(answer) for of, answer in self._found.values() if of == number)]
+        part = self._path.with_name(self._path.name + ".part")
+        part.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+        part.replace(self._path)
 
     def _append(self, line: dict[str, Any]) -> None:
         self._take(line)
@@ -159,3 +173,7 @@ class Answers:
     def of(self, setting: str) -> dict[str, tuple[int, Answer]]:
         """By item, the newest answer under a setting and the number of its run."""
         return {item: found for (name, item), found in self._found.items() if name == setting}
+
+
+def _line(answer: Answer) -> dict[str, Any]:
+    return {name: value for name, value in asdict(answer).items() if value is not None}

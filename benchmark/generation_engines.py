@@ -1,4 +1,4 @@
-"""Let an engine for each setting answer the items, and the dense target judge the long answers."""
+"""Let an engine for each setting answer the items."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from dense_judge import judge, load_judge
-from generation_answers import BUCKET, Answer, Answers, Setting
+from generation_answers import Answer, Answers, Setting
 from generation_items import Item, encode
 from real_engine import start_engine
 from results import Deadline, Row, progress
@@ -24,7 +21,7 @@ def answer_all(
     items: Sequence[Item], settings: Sequence[Setting], answers: Answers, run: Row, tokenizer: Any,
     args: argparse.Namespace,
 ) -> None:  # fmt: skip
-    """Answer what `answers` lacks; with --judge, judge the answers of this run that ignored the end of sequence.
+    """Answer what `answers` lacks.
 
     Raises
     ------
@@ -40,8 +37,6 @@ def answer_all(
         print(f"{setting}: {len(pending)} of {len(items)} items", flush=True)
         if pending and not deadline.passed:
             _answer(pending, prompts, setting, answers, tokenizer, deadline, args)
-    if args.judge:
-        _judge([item for item in items if item.ignore_eos], prompts, settings, answers, deadline, args)
 
 
 def check_lengths(items: Sequence[Item], prompts: dict[str, list[int]], target: Path) -> None:
@@ -76,7 +71,8 @@ def _answer(
             outputs = engine.generate(
                 input_ids=[prompts[item.id] for item in chunk],
                 sampling_params=[
-                    dict(temperature=0, max_new_tokens=item.new_tokens, ignore_eos=item.ignore_eos) for item in chunk
+                    dict(temperature=item.temperature, max_new_tokens=item.new_tokens, ignore_eos=item.ignore_eos)
+                    for item in chunk
                 ],
             )
             answers.add([_to_answer(item, output, setting, tokenizer) for item, output in zip(chunk, outputs)])
@@ -89,23 +85,3 @@ def _to_answer(item: Item, output: dict[str, Any], setting: Setting, tokenizer: 
     verifications = output["meta_info"].get("spec_verify_ct", 0)  # absent where the prefill's token was the last
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return Answer(item.id, str(setting), text, ids, verifications)
-
-
-def _judge(
-    items: Sequence[Item], prompts: dict[str, list[int]], settings: Sequence[Setting], answers: Answers,
-    deadline: Deadline, args: argparse.Namespace,
-) -> None:  # fmt: skip
-    newest = len(answers.runs) - 1
-    found = [answers.of(str(setting)).get(item.id) for setting in settings for item in items]
-    pending = [entry[1] for entry in found if entry and entry[0] == newest and entry[1].agreement is None]
-    if not pending or deadline.passed:
-        return
-    model = load_judge(args.target)
-    for answer in progress(pending, deadline, "answer"):
-        agrees, logprobs = judge(model, prompts[answer.item], answer.ids)
-        answers.add([replace(answer, agreement=bucket_means(agrees.float()), logprob=bucket_means(logprobs))])
-
-
-def bucket_means(values: torch.Tensor) -> list[float]:
-    """Means over every `BUCKET` values; a last bucket may be shorter."""
-    return [round(part.mean().item(), 4) for part in values.split(BUCKET)]

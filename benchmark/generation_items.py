@@ -38,6 +38,8 @@ class Item:
         All labels of a classification task.
     ignore_eos
         Whether exactly `new_tokens` are generated.
+    temperature
+        0: greedily.
     """
 
     id: str
@@ -51,6 +53,7 @@ class Item:
     chat: bool = True
     classes: list[str] | None = None
     ignore_eos: bool = False
+    temperature: float = 0.0
 
 
 def encode(item: Item, tokenizer: Any) -> list[int]:

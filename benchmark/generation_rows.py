@@ -39,8 +39,9 @@ def make_rows(items: Sequence[Item], answers: Answers, seed: int) -> Iterator[tu
         for (task, context), some in groups.items():
             run = max(found[item.id][0] for item in some)
             fields = summarise([tables[task, context]], seed)
-            drift = _drift([found[item.id][1] for item in some])
-            yield run, _key(answers, name, run, task, context) | fields | drift
+            drift = _drift([(found[item.id][1], dense[item.id][1] if dense else None) for item in some], seed)
+            row = _key(answers, name, run, task, context) | fields | drift
+            yield run, row | dict(ci=fields["ci"] | drift.get("ci", {}))
         for context in dict.fromkeys(context for _, context in groups):
             parts = {task: tables[task, where] for task, where in tables if where == context and task in RULER_TASKS}
             if len(parts) > 1:
@@ -85,17 +86,27 @@ def summarise(tables: Sequence[np.ndarray], seed: int) -> Row:
     return fields
 
 
-def _drift(answers: Sequence[Answer]) -> Row:
-    """Means over judged answers, a value a bucket of tokens; nothing where none was judged."""
-    judged = [answer for answer in answers if answer.agreement and answer.logprob]
-    if not judged:
+def _drift(pairs: Sequence[tuple[Answer, Answer | None]], seed: int) -> Row:
+    """What the dense target made of judged answers and, where it read these too, of dense ones; empty without any."""
+    pairs = [(answer, other) for answer, other in pairs if answer.agreement and (other is None or other.agreement)]
+    if not pairs:
         return {}
-    shortest = min(len(answer.agreement or ()) for answer in judged)
-    columns = {
-        name: np.mean([getattr(answer, name)[:shortest] for answer in judged], axis=0).round(4).tolist()
+    shortest = min(len(answer.agreement or ()) for answer, _ in pairs)
+    fields: Row = {
+        f"{name}_by_256": np.mean([getattr(a, name)[:shortest] for a, _ in pairs], axis=0).round(4).tolist()
         for name in ("agreement", "logprob")
     }
-    return {f"{name}_by_256": values for name, values in columns.items()} | dict(judged=len(judged))
+    bootstrap, statistics = Bootstrap([1] * len(pairs), seed), {}
+    for name in ("agreement", "logprob"):
+        own, others = (
+            bootstrap.means([np.array([[np.nan if a is None else np.mean(getattr(a, name))]]) for a in column])[:, 0]
+            for column in zip(*pairs, strict=True)
+        )
+        statistics |= {name: own, f"dense_minus_{name}": others - own}
+    known = {name: value if np.isfinite(value).all() else None for name, value in statistics.items()}
+    fields |= {name: None if value is None else round(float(value[0]), 4) for name, value in known.items()}
+    ci = {name: None if value is None else bootstrap.interval(value) for name, value in known.items()}
+    return fields | dict(judged=len(pairs), ci=ci)
 
 
 def _key(answers: Answers, name: str, run: int, task: str, context: int) -> Row:
@@ -135,5 +146,5 @@ def _line(row: Row) -> str:
     )
     low_high = row["ci"]["dense_minus_score"]
     less += "" if low_high is None else f" [{low_high[0]:.2f}, {low_high[1]:.2f}]"
-    drift = f"  agreement {row['agreement_by_256']}" if "agreement_by_256" in row else ""
+    drift = f"  agreement {row['agreement']} {row['agreement_by_256']}" if "agreement" in row else ""
     return f"{name:<24}{row['n']:>5}{score:>9}{less:>30}{accept:>15}{drift}"

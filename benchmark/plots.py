@@ -69,27 +69,28 @@ def plot_attention(rows: Sequence[Row], *, shape: str, batch: int, k: int) -> Fi
 
 
 def plot_end_to_end(rows: Sequence[Row]) -> Figure | None:
-    """Throughput by size, a bar an engine; None without rows."""
-    measured = _comparable(rows)
+    """Throughput by shape and size, a bar an engine; None without rows."""
+    measured = _comparable(rows, "accept", "tp")
     if not measured:
         return None
-    sizes = sorted({(row["context"], row["batch"]) for row in measured})
+    sizes = sorted({(row["shape"], row["context"], row["batch"]) for row in measured})
     figure, axes = pyplot.subplots(figsize=(max(5.0, 1.6 * len(sizes) + 2), 4.0))
     methods = [method for method in ENGINES if any(row["method"] == method for row in measured)]
     width = 0.8 / len(methods)
     for number, method in enumerate(methods):
-        bars = {(row["context"], row["batch"]): row["tok_s"] for row in measured if row["method"] == method}
+        of_method = (row for row in measured if row["method"] == method)
+        bars = {(row["shape"], row["context"], row["batch"]): row["tok_s"] for row in of_method}
         places = [index + number * width for index, size in enumerate(sizes) if size in bars]
         axes.bar(places, [bars[size] for size in sizes if size in bars], width, label=method)
     centres = [index + width * (len(methods) - 1) / 2 for index in range(len(sizes))]
-    axes.set_xticks(centres, [f"B {batch}\n{context:,}" for context, batch in sizes])
-    _label(axes, f"decode throughput, {_shapes(measured)}", "requests, tokens of context", "tokens a second")
+    axes.set_xticks(centres, [f"{shape}\n{batch} x {context:,}" for shape, context, batch in sizes])
+    _label(axes, "decode throughput", "target's shape, requests x tokens of context", "tokens a second")
     return figure
 
 
 def plot_step(rows: Sequence[Row]) -> Figure | None:
     """Where a step's time goes, at the largest size that was traced: stacked bars; None without traces."""
-    traced = [row for row in _comparable(rows) if row.get("step", {}).get("phases", {}).get("us")]
+    traced = _comparable([row for row in rows if row.get("step", {}).get("phases", {}).get("us")])
     if not traced:
         return None
     size = max((row["context"], row["batch"]) for row in traced)
@@ -123,7 +124,7 @@ def plot_serving(rows: Sequence[Row]) -> Figure | None:
         "ttft_p50_ms": "first token, p50, ms",
         "itl_p50_ms": "between tokens, p50, ms",
     }
-    figure, grid = pyplot.subplots(len(inputs), 3, figsize=(12, 3.4 * len(inputs)), squeeze=False)
+    figure, grid = pyplot.subplots(len(inputs), 3, figsize=(12, 3.4 * len(inputs)), squeeze=False, layout="constrained")
     for line, length in zip(grid, inputs):
         for axes, (field, title) in zip(line, panels.items()):
             for method in ENGINES:
@@ -179,10 +180,11 @@ def plot_quality(rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
-def _comparable(rows: Sequence[Row]) -> list[Row]:
-    """Measured rows of the target, the acceptance and the parallelism of the newest one."""
+def _comparable(rows: Sequence[Row], *fields: str) -> list[Row]:
+    """Measured rows that have the newest one's fields, by default its target, acceptance and parallelism."""
     measured = [row for row in rows if "tok_s" in row]
-    return [row for row in measured if all(row[field] == measured[-1][field] for field in ("shape", "accept", "tp"))]
+    same = fields or ("shape", "accept", "tp")
+    return [row for row in measured if all(row[field] == measured[-1][field] for field in same)]
 
 
 def _shapes(rows: Sequence[Row]) -> str:

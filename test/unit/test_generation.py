@@ -8,10 +8,13 @@ import os
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import dense_judge
 import generation
 import generation_engines
+import generation_judge
 import generation_longbench
 import generation_ruler
 import numpy as np
@@ -230,14 +233,15 @@ def test_items_of_several_benchmarks_go_to_one_file(
     file = tmp_path / "items.jsonl"
     common = ["items", str(file), "--tokenizer", str(tmp_path), "--contexts", "400", "--count", "2"]
     chosen = ["--longbench", str(longbench.data), "--longbench-config", str(longbench.config), "--datasets", "hotpotqa"]
-    assert generation.main([*common, *chosen, "--retell", str(novel), "--new-tokens", "100"]) == 0
+    assert generation.main([*common, *chosen, "--continue", str(novel), "--new-tokens", "100"]) == 0
     items = read_items(file)
-    assert [item.task for item in items] == ["hotpotqa", "hotpotqa", "retell", "retell"]
+    assert [item.task for item in items] == ["hotpotqa", "hotpotqa", "continue", "continue"]
     last = items[-1]
     assert len(encode(last, Characters())) + last.new_tokens == 400 and last.ignore_eos and score(last, "x") is None
+    assert last.temperature == 1 and not last.chat and encode(last, Characters())[-1] != ord(">"), "a text, no request"
     assert generation.main(common) == 1
     assert generation.main([*common, *chosen[:2]]) == 1
-    assert generation.main([*common, "--retell", str(novel)]) == 1
+    assert generation.main([*common, "--continue", str(novel)]) == 1
     errors = capsys.readouterr().err
     for message in ("nothing to make", "--longbench needs --longbench-config", "--contexts 400: leaves no room"):
         assert message in errors
@@ -271,6 +275,7 @@ class Engine:
 
     started: list[str] = []
     calls = 0
+    temperatures: list[float] = []
 
     def __init__(self, args: argparse.Namespace, tokens: int, running: int) -> None:
         self.policy = os.environ["DUSTIN_POLICY"]
@@ -278,6 +283,7 @@ class Engine:
 
     def generate(self, input_ids: list[list[int]], sampling_params: list[dict[str, Any]]) -> list[dict[str, Any]]:
         Engine.calls += 1
+        Engine.temperatures += [params["temperature"] for params in sampling_params]
         ids = [ord(letter) for letter in self.policy]
         return [dict(output_ids=ids, meta_info=dict(spec_verify_ct=2)) for _ in input_ids]
 
@@ -294,7 +300,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(generation_engines, "start_engine", Engine)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda path: Characters())
     monkeypatch.setattr(generation, "describe_run", lambda: RUN)
-    Engine.started, Engine.calls = [], 0
+    Engine.started, Engine.calls, Engine.temperatures = [], 0, []
     answers = ["dense", "hybrid"]
     write_items(tmp_path / "items.jsonl", [item(n, answers=answers[: 1 + n % 2], new_tokens=80) for n in range(5)])
 
@@ -369,12 +375,55 @@ def test_the_average_counts_tasks_alike() -> None:
     assert fields["ci"]["score"] == [50, 50], "within each task, all items are equal"
 
 
-def test_long_answers_are_judged_by_bucket(tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_items(tmp_path / "items.jsonl", [item(answers=[], ignore_eos=True)])
-    agrees = torch.tensor([True] * BUCKET + [False, True])
-    monkeypatch.setattr(generation_engines, "load_judge", lambda target: None)
-    monkeypatch.setattr(generation_engines, "judge", lambda model, prompt, ids: (agrees, agrees.float() - 1))
-    assert run("--settings", "hybrid", "--judge") == 0
-    ((_, row),) = make_rows(read_items(tmp_path / "items.jsonl"), Answers(tmp_path / "answers.jsonl"), seed=0)
-    assert (row["agreement_by_256"], row["logprob_by_256"], row["judged"]) == ([1, 0.5], [0, -0.5], 1)
-    assert (row["score"], row["dense_score"], row["accept_length"]) == (None, None, 3)
+class Counting:
+    """A model of 7 tokens whose next one is the last plus 1, read as transformers reads, with a cache."""
+
+    device, config = "cpu", SimpleNamespace(vocab_size=7)
+    read = 0
+
+    def __call__(self, ids: torch.Tensor, past_key_values: Any, use_cache: bool, logits_to_keep: int) -> Any:
+        Counting.read += ids.numel()
+        zeros = torch.zeros(1, 1, ids.shape[1], 1)
+        past_key_values.update(zeros, zeros, 0)
+        logits = torch.nn.functional.one_hot((ids + 1) % 7, 7) * 10.0
+        return SimpleNamespace(logits=logits[:, -logits_to_keep:])
+
+
+def test_the_judge_reads_a_prompt_once_for_all_of_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_judge, "PART", 4)
+    Counting.read = 0
+    (own, logprobs), (other, _) = dense_judge.judge(Counting(), [1, 2, 3, 4, 5, 6], [[0, 1, 2, 3, 4, 5], [0, 3, 4]])
+    assert own.tolist() == [True] * 6 and other.tolist() == [True, False, True]
+    assert Counting.read == 6 + 5 + 2 and torch.allclose(logprobs, torch.tensor(-0.00027), atol=1e-5)
+    assert dense_judge.judge(Counting(), [1], [[2]])[0][0].tolist() == [True]
+
+
+def test_long_answers_are_judged_by_bucket_once_and_paired_with_dense_ones(
+    tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [str(tmp_path / "items.jsonl"), str(tmp_path / "answers.jsonl")]
+    long = [item(n, answers=[], ignore_eos=True, temperature=1.0) for n in range(2)]
+    write_items(tmp_path / "items.jsonl", [*long, item(2)])
+    assert run("--settings", "dense", "hybrid") == 0 and Engine.temperatures == [1, 1, 0] * 2
+    agrees = {"dense": [True] * BUCKET + [True] * 2, "hybrid": [True] * BUCKET + [False, True]}
+    verdicts = [(torch.tensor(a), torch.tensor(a).float() - 1) for a in agrees.values()]
+    loaded: list[object] = []
+    monkeypatch.setattr(generation_judge, "load_judge", loaded.append)
+    monkeypatch.setattr(generation_judge, "judge", lambda model, prompt, ids: verdicts[: len(ids)])
+    for _ in range(2):
+        assert generation.main(["judge", *files, "--target", str(tmp_path)]) == 0
+    assert len(loaded) == 1, "nothing is judged twice"
+    answers = Answers(tmp_path / "answers.jsonl")
+    assert [len(answers.of(setting)) for setting in ("dense", "hybrid:512:0")] == [3, 3]
+    rows = [row for _, row in make_rows(read_items(tmp_path / "items.jsonl"), answers, seed=0)]
+    dense, hybrid = rows[0], rows[len(rows) // 2]
+    assert (hybrid["agreement_by_256"], hybrid["logprob_by_256"], hybrid["judged"]) == ([1, 0.5], [0, -0.5], 2)
+    assert (dense["agreement"], hybrid["agreement"], hybrid["dense_minus_agreement"]) == (1, 0.75, 0.25)
+    assert (hybrid["logprob"], hybrid["dense_minus_logprob"]) == (-0.25, 0.25)
+    assert hybrid["ci"]["dense_minus_agreement"] == [0.25, 0.25] and hybrid["ci"]["accept_length"] == [3, 3]
+
+
+def test_judging_needs_answers(tmp_path: Path, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(tmp_path / "items.jsonl"), str(tmp_path / "none.jsonl")]
+    assert generation.main(["judge", *files, "--target", str(tmp_path)]) == 1
+    assert "none.jsonl: no such file" in capsys.readouterr().err
