@@ -9,10 +9,12 @@ every engine. A row holds the throughput, the time to the first token and the ti
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import subprocess
+import multiprocessing
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,16 +55,38 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     )
 
 
-def bench_command(args: argparse.Namespace, url: str, model: Path, key: Row, output: Path) -> list[str]:
-    """Return the bench_serving command of a row: about --seconds of requests, at least --min-requests."""
+def bench_arguments(args: argparse.Namespace, url: str, model: Path, key: Row, output: Path) -> list[str]:
+    """Return the arguments of a row's bench_serving: about --seconds of requests, at least --min-requests."""
     requests_ = max(args.min_requests, round(args.seconds * key["rate"]))
     return [
-        sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", url,
+        "--backend", "sglang", "--base-url", url,
         "--model", str(model), "--tokenizer", str(model), "--dataset-name", "random-ids", "--tokenize-prompt",
         "--random-input-len", str(key["input"]), "--random-output-len", str(key["output"]),
         "--random-range-ratio", "1.0", "--num-prompts", str(requests_), "--request-rate", str(key["rate"]),
         "--seed", "1", "--flush-cache", "--disable-tqdm", "--output-file", str(output),
     ]  # fmt: skip
+
+
+def run_bench(arguments: list[str], log: Path) -> bool:
+    """Run `sglang.bench_serving` in a fork of this process, its output in `log`; return whether it succeeded.
+
+    A process of its own for each row would import SGLang again, which takes as long as many a row.
+    """
+    import sglang.bench_serving
+
+    def bench() -> None:
+        with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+            sys.argv = ["bench_serving", *arguments]
+            try:
+                sglang.bench_serving.cli_main()
+            except Exception:
+                traceback.print_exc()
+                sys.exit(1)
+
+    process = multiprocessing.get_context("fork").Process(target=bench)
+    process.start()
+    process.join()
+    return process.exitcode == 0
 
 
 def read_output(text: str) -> Row:
@@ -75,11 +99,10 @@ def read_output(text: str) -> Row:
 def measure(args: argparse.Namespace, url: str, model: Path, key: Row) -> Row:
     """Return what a row holds beside its key."""
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "bench.jsonl"
-        command = bench_command(args, url, model, key, output)
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode or not output.exists():
-            return dict(skipped=f"bench_serving failed: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
+        output, log = Path(folder) / "bench.jsonl", Path(folder) / "log"
+        succeeded = run_bench(bench_arguments(args, url, model, key, output), log)
+        if not succeeded or not output.exists():
+            return dict(skipped=f"bench_serving failed: {log.read_text().strip().splitlines()[-1:]}")
         return read_output(output.read_text())
 
 

@@ -4,6 +4,7 @@ import argparse
 import gzip
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,8 +139,8 @@ def test_bench_serving_gets_enough_requests_for_the_rate(tmp_path: Path) -> None
     slow, fast = serving_sweep.row_keys(args)
     counts = []
     for key in (slow, fast):
-        command = serving_sweep.bench_command(args, "http://h", tmp_path, key, tmp_path / "o")
-        counts.append(command[command.index("--num-prompts") + 1])
+        arguments = serving_sweep.bench_arguments(args, "http://h", tmp_path, key, tmp_path / "o")
+        counts.append(arguments[arguments.index("--num-prompts") + 1])
     assert counts == ["8", "60"]
 
 
@@ -147,6 +148,24 @@ def test_a_serving_row_has_the_last_output_in_its_own_names() -> None:
     last = dict(completed=8, output_throughput=123.45678, median_ttft_ms=10.0, p99_itl_ms=3.25, accept_length=None)
     row = serving_sweep.read_output("{}\n" + json.dumps(last) + "\n")
     assert (row["tok_s"], row["ttft_p50_ms"], row["itl_p99_ms"], row["accept_length"]) == (123.457, 10.0, 3.25, None)
+
+
+def test_bench_serving_runs_apart_and_its_last_words_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cli_main() -> None:
+        output = Path(sys.argv[sys.argv.index("--output-file") + 1])
+        if sys.argv[sys.argv.index("--base-url") + 1] == "http://down":
+            raise RuntimeError("nobody answers")
+        output.write_text(json.dumps(dict(completed=3, output_throughput=float(os.getpid()))))
+
+    bench = SimpleNamespace(cli_main=cli_main)
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(bench_serving=bench))
+    monkeypatch.setitem(sys.modules, "sglang.bench_serving", bench)
+    args = serving_sweep.parse(["--methods", "dustin"])
+    key, command_line = serving_sweep.row_keys(args)[0], list(sys.argv)
+    row = serving_sweep.measure(args, "http://up", tmp_path, key)
+    assert row["completed"] == 3 and row["tok_s"] != os.getpid() and sys.argv == command_line
+    failed = serving_sweep.measure(args, "http://down", tmp_path, key)
+    assert failed == dict(skipped="bench_serving failed: ['RuntimeError: nobody answers']")
 
 
 class TraceWriter:
