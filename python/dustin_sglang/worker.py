@@ -23,7 +23,7 @@ from dustin_sglang.draft import DustinEagleDraftWorker, DustinStandaloneDraftWor
 from dustin_sglang.monitor import Monitor
 from dustin_sglang.radix import end_exact, exact_len, set_exact
 from dustin_sglang.rectify import Rectifier
-from dustin_sglang.selection.context import Context
+from dustin_sglang.selection.context import Context, score_width
 from dustin_sglang.selection.selector import Selection
 from dustin_sglang.wiring import Wiring, wire
 
@@ -100,9 +100,8 @@ class SparseVerification:
     def _select(self: Any, batch: Any, *, drafted: bool, measured: bool = False) -> Selection:
         """Select for a batch; where drafting is sparse, the next draft forwards read the same."""
         seq_lens = batch.seq_lens_cpu.tolist()
-        context = Context(
-            self.req_to_token_pool.req_to_token, batch.req_pool_indices.long(), batch.seq_lens, max(seq_lens)
-        )
+        table, width = self.req_to_token_pool.req_to_token, score_width(max(seq_lens))
+        context = Context(table, batch.req_pool_indices.long(), batch.seq_lens, width)
         selection = self._wiring.selector.select(context, seq_lens, drafted=drafted, measured=measured)
         if self._wiring.sparse_draft is not None:
             self._wiring.sparse_draft.keep(selection, context.req_pool_indices, context.seq_lens)

@@ -12,10 +12,13 @@ import os
 
 import pytest
 import torch
+import triton
 from test_kernels_attend import CAUSAL, TREE
 from test_kernels_attend import Case as AttendCase
 
 from dustin_kernels import mix_scores, pack_tree_mask, score_positions, select_positions, write_slots
+from dustin_sglang.selection.context import score_width
+from dustin_sglang.selection.selector import warm_up_lengths
 
 pytestmark = [
     pytest.mark.gpu,
@@ -305,3 +308,25 @@ def test_a_step_neither_synchronises_nor_misses_new_lengths_in_a_graph():
         graph.replay()
         for actual, wanted in zip(buffers, expected):
             assert torch.equal(actual, wanted)
+
+
+def test_no_length_of_a_context_compiles_a_kernel_after_the_warm_up(monkeypatch):
+    budget, widest = 512, 70_000
+    case = Case([widest, 600], seed=4, **SHAPES["draft"])
+
+    def select(n):
+        width, lengths = score_width(n), torch.tensor([n, min(n, 600)], device=DEVICE)
+        scores = score_positions(
+            case.q, case.k_cache, case.layer_of_head, case.kv_head_of_head, case.req_to_token, case.req_pool_indices,
+            lengths, case.scale, max_len=width, shift=1, parts=3,
+        )  # fmt: skip
+        mixed = mix_scores(scores.unflatten(0, (3, 2)), torch.ones(4, 3, device=DEVICE)).flatten(0, 1)
+        select_positions(mixed, None, lengths.repeat(4), budget=budget, sinks=4, window=64, num_lookahead=444)
+
+    for n in warm_up_lengths(budget, case.req_to_token):
+        select(n)
+    compiled = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **said: compiled.append(said["repr"]))
+    for n in (513, 600, 4000, 4096, 8192, 8193, 16_000, 20_000, 32_768, 33_000, 50_000, 65_536, 65_537, widest):
+        select(n)
+    assert not compiled

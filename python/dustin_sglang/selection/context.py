@@ -6,6 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
+# Triton compiles a kernel anew for rows that begin at multiples of 16 elements. So all rows do: whichever is met first,
+# the other would be compiled in the middle of serving.
+_ALIGNMENT = 16
+
+
+def score_width(seq_len: int) -> int:
+    """Width of the scores of a batch whose longest context has `seq_len` tokens."""
+    return -(-seq_len // _ALIGNMENT) * _ALIGNMENT
+
 
 @dataclass(frozen=True)
 class Context:
@@ -20,7 +29,7 @@ class Context:
     seq_lens
         int64 ``[batch]``, committed lengths.
     max_len
-        The largest of them, known to the host.
+        Width of the scores, known to the host: at least the largest of them.
     """
 
     req_to_token: torch.Tensor

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dustin_sglang.selection.adaptive import keep_mass
-from dustin_sglang.selection.context import Context
+from dustin_sglang.selection.context import Context, score_width
 from dustin_sglang.selection.measures import Measures, measure
 from dustin_sglang.selection.policies import Budget, Policy
 from dustin_sglang.selection.signals import Signal
@@ -110,20 +110,20 @@ class Selector:
         return Selection(positions, counts, sparse, measures, kept)
 
     def warm_up(self, req_to_token: torch.Tensor) -> None:
-        """Select once for no request: the first long one would wait for Triton to compile what this launches.
+        """Select for no request: else the first long ones, and their batches, wait for Triton to compile the kernels.
 
         Parameters
         ----------
         req_to_token
             int32 ``[slots, width]``, SGLang's table; its row 0 names slots of zeros.
         """
-        seq_len = self.budget.total + 1
-        if self.policy.dense or seq_len > req_to_token.shape[1]:
+        if self.policy.dense or self.budget.total >= req_to_token.shape[1]:
             return
         slot = torch.zeros(1, dtype=torch.int64, device=req_to_token.device)
-        context = Context(req_to_token, slot, slot + seq_len, seq_len)
-        for drafted in (True, False):
-            self.select(context, [seq_len], drafted=drafted)
+        for seq_len in warm_up_lengths(self.budget.total, req_to_token):
+            context = Context(req_to_token, slot, slot + seq_len, score_width(seq_len))
+            for drafted in (True, False):
+                self.select(context, [seq_len], drafted=drafted)
         self.policy.prefilled(slot)
 
     def scores(self, context: Context, *, drafted: bool = True) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -137,3 +137,12 @@ class Selector:
             self._lookahead.score(context, drafted=drafted) if policy.uses_lookahead else None,
             back.score(context) if policy.uses_history else None,
         )
+
+
+def warm_up_lengths(budget: int, req_to_token: torch.Tensor) -> list[int]:
+    """Lengths of contexts, one for each kernel that is compiled: they depend on sizes that double with the context."""
+    lengths = [budget + 1]
+    if req_to_token.device.type != "cpu":  # nothing is compiled there
+        width = req_to_token.shape[1]
+        lengths += [2**n + 1 for n in range(budget.bit_length(), width.bit_length()) if 2**n < width]
+    return lengths
