@@ -319,9 +319,9 @@ def _launch(
             STAGES=2, num_warps=4,
         )  # fmt: skip
     else:
-        sum_again_kernel[(triton.cdiv(max_len, _SUM_BLOCK), bs)](
+        sum_again_kernel[(triton.cdiv(max_len, _SUM_BLOCK), bs, parts)](
             queries, k_cache[0], located, req_to_token, req_pool_indices, seq_lens, row_max, row_weight, out,
             scale, limit, max_len, shift, req_to_token.stride(0), out.stride(0),
-            TILE=tile, TILES=tiles, GROUPS=num_groups // parts, PARTS=parts, D=head_dim, BLOCK=_SUM_BLOCK, ALIGN=align,
+            TILE=tile, TILES=tiles, GROUPS=num_groups // parts, D=head_dim, BLOCK=_SUM_BLOCK, ALIGN=align,
             STAGES=3 if tile == 64 else 2, num_warps=4,
         )  # fmt: skip

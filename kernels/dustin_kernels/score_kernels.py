@@ -143,50 +143,47 @@ def sum_again_kernel(
     queries_ptr, k_ptr, keys_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr,
     row_max_ptr, row_weight_ptr, out_ptr,
     scale, limit, max_len, shift, token_row, out_row,
-    TILE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sum the weights of all rows of each part of the groups, from K; GROUPS is a part's.
+    """Sum the weights of all rows of a part of the groups, from K; GROUPS is a part's.
 
     Positions are the rows of the products, and a thread adds up what it holds of one before it keeps it: two columns of
-    every 8. One loop goes through all parts, so that keys are always in flight; each step stores its part's sum so far,
-    of which the last remains.
+    every 8.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
+    part = tl.program_id(2)
     length = tl.minimum(tl.load(seq_lens_ptr + batch).to(tl.int32), limit)
     targets = block * BLOCK + tl.arange(0, BLOCK)
-    part_row = tl.num_programs(1).to(tl.int64) * out_row
-    out_ptr += batch * out_row + targets
+    out_ptr += (part * tl.num_programs(1) + batch) * out_row
     if block * BLOCK >= length:
-        for part in range(PARTS):
-            tl.store(out_ptr + part * part_row, tl.zeros([BLOCK], tl.float32), mask=targets < max_len)
+        tl.store(out_ptr + targets, tl.zeros([BLOCK], tl.float32), mask=targets < max_len)
         return
     positions = targets - shift
     inside = (positions >= 0) & (targets < length)
     request = tl.load(req_pool_indices_ptr + batch).to(tl.int64)
     slots = tl.load(req_to_token_ptr + request * token_row + positions, mask=inside, other=0).to(tl.int64)
     rows, dims = tl.arange(0, TILE), tl.arange(0, D)
-    STEPS: tl.constexpr = PARTS * GROUPS * TILES
-    queries_ptr += batch * STEPS * TILE * D
-    row_max_ptr += batch * STEPS * TILE
-    row_weight_ptr += batch * STEPS * TILE
+    first = (batch * tl.num_programs(2) + part) * GROUPS
+    queries_ptr += first * TILES * TILE * D
+    row_max_ptr += first * TILES * TILE
+    row_weight_ptr += first * TILES * TILE
+    keys_ptr += 2 * part * GROUPS
     scores = tl.zeros([BLOCK, 8], tl.float32)
     # Loaded a step ahead: only what feeds a product is kept in flight by the compiler.
     next_max, next_weight = tl.load(row_max_ptr + rows), tl.load(row_weight_ptr + rows)
-    for step in tl.range(0, STEPS, 1, num_stages=STAGES):
+    for step in tl.range(0, GROUPS * TILES, 1, num_stages=STAGES):
         row_max, row_weight = next_max, next_weight
-        more = step + 1 < STEPS
+        more = step + 1 < GROUPS * TILES
         next_max = tl.load(row_max_ptr + (step + 1) * TILE + rows, mask=more, other=0.0)
         next_weight = tl.load(row_weight_ptr + (step + 1) * TILE + rows, mask=more, other=0.0)
         keys = _key_tile(k_ptr, keys_ptr, slots, inside, step // TILES, D, ALIGN)
         queries = tl.load(queries_ptr + (step * TILE + rows)[:, None] * D + dims[None, :])
         logits = tl.dot(keys, tl.trans(queries), input_precision="ieee")
         weights = tl.exp2(logits * scale - row_max[None, :]) * row_weight[None, :]
-        scores = tl.where(step % (GROUPS * TILES) == 0, 0.0, scores)
         scores += tl.sum(tl.reshape(weights, [BLOCK, TILE // 8, 8]), 1)
-        total = tl.where(inside, tl.sum(scores, 1), 0.0)
-        tl.store(out_ptr + step // (GROUPS * TILES) * part_row, total, mask=targets < max_len)
+    tl.store(out_ptr + targets, tl.where(inside, tl.sum(scores, 1), 0.0), mask=targets < max_len)
 
 
 @triton.jit(
