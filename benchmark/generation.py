@@ -19,8 +19,9 @@ model. A row is a task, a context and a setting:
     new_tokens                                 mean length of an answer
     agreement, logprob                         of judged answers: the share of tokens that the dense target would choose
                                                there too, and its mean log-probability of them
-    dense_minus_agreement, dense_minus_logprob by how much more of dense answers
-    agreement_by_256, logprob_by_256           the first two of every 256 tokens
+    repeated                                   and the share that ends 16 tokens which the answer has had before
+    dense_minus_agreement, ..._logprob, ..._repeated   by how much more of dense answers
+    agreement_by_256, logprob_by_256, repeated_by_256  the first three of every 256 tokens
     ci                                         95% intervals by bootstrap, paired by item
 
 The task `ruler` is the mean of RULER's tasks of a context.

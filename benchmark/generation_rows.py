@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from generation_answers import DENSE, Answer, Answers, Setting
+from generation_answers import BUCKET, DENSE, Answer, Answers, Setting
 from generation_items import Item
 from generation_metrics import score
 from generation_ruler import TASKS as RULER_TASKS
@@ -18,6 +18,7 @@ from dustin_sglang.selection.policies import POLICIES
 
 KEY = ("model", "draft", "task", "context", "k", "policy", "groups", "profile", "rectify_interval", "steps", "topk")
 AVERAGE = "ruler"  # name of the row that averages RULER's tasks
+REPEATED = 16  # tokens that recur together where an answer repeats itself
 _SCORE, _DENSE, _TOKENS, _VERIFICATIONS, _DENSE_TOKENS, _DENSE_VERIFICATIONS = range(6)
 
 
@@ -92,21 +93,42 @@ def _drift(pairs: Sequence[tuple[Answer, Answer | None]], seed: int) -> Row:
     if not pairs:
         return {}
     shortest = min(len(answer.agreement or ()) for answer, _ in pairs)
+    names = ("agreement", "logprob", "repeated")
+    own = {name: [_by_256(answer, name) for answer, _ in pairs] for name in names}
     fields: Row = {
-        f"{name}_by_256": np.mean([getattr(a, name)[:shortest] for a, _ in pairs], axis=0).round(4).tolist()
-        for name in ("agreement", "logprob")
+        f"{name}_by_256": np.mean([values[:shortest] for values in own[name]], axis=0).round(4).tolist()
+        for name in names
     }
     bootstrap, statistics = Bootstrap([1] * len(pairs), seed), {}
-    for name in ("agreement", "logprob"):
-        own, others = (
-            bootstrap.means([np.array([[np.nan if a is None else np.mean(getattr(a, name))]]) for a in column])[:, 0]
-            for column in zip(*pairs, strict=True)
-        )
-        statistics |= {name: own, f"dense_minus_{name}": others - own}
+    for name in names:
+        others = [np.nan if other is None else np.mean(_by_256(other, name)) for _, other in pairs]
+        table = np.array([[np.mean(values) for values in own[name]], others])
+        mean, dense = bootstrap.means([column[None] for column in table.T]).T
+        statistics |= {name: mean, f"dense_minus_{name}": dense - mean}
     known = {name: value if np.isfinite(value).all() else None for name, value in statistics.items()}
     fields |= {name: None if value is None else round(float(value[0]), 4) for name, value in known.items()}
     ci = {name: None if value is None else bootstrap.interval(value) for name, value in known.items()}
     return fields | dict(judged=len(pairs), ci=ci)
+
+
+def _by_256(answer: Answer, name: str) -> list[float]:
+    """Means of every 256 tokens of an answer."""
+    if name != "repeated":
+        values: list[float] = getattr(answer, name)
+        return values
+    again = repeats(answer.ids)
+    return [float(np.mean(again[start : start + BUCKET])) for start in range(0, len(again), BUCKET)]
+
+
+def repeats(ids: Sequence[int]) -> list[bool]:
+    """Whether each token ends a run of `REPEATED` that the answer has had before."""
+    seen: set[tuple[int, ...]] = set()
+    again = []
+    for end in range(1, len(ids) + 1):
+        run = tuple(ids[max(0, end - REPEATED) : end])
+        again.append(len(run) == REPEATED and run in seen)
+        seen.add(run)
+    return again
 
 
 def _key(answers: Answers, name: str, run: int, task: str, context: int) -> Row:
@@ -146,5 +168,5 @@ def _line(row: Row) -> str:
     )
     low_high = row["ci"]["dense_minus_score"]
     less += "" if low_high is None else f" [{low_high[0]:.2f}, {low_high[1]:.2f}]"
-    drift = f"  agreement {row['agreement']} {row['agreement_by_256']}" if "agreement" in row else ""
+    drift = f"  agreement {row['agreement']}  repeated {row['repeated_by_256']}" if "agreement" in row else ""
     return f"{name:<24}{row['n']:>5}{score:>9}{less:>30}{accept:>15}{drift}"

@@ -18,4 +18,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in items:
         if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+            item.add_marker(pytest.mark.skip(reason="needs a GPU and DUSTIN_TEST_DEVICE=cuda"))

@@ -6,8 +6,8 @@ writes is what a fresh prefill would write, so `exact_len` moves to the chunk's 
 
 It runs at the beginning of a round, before the draft, over tokens whose ids the host knows. Under overlap scheduling
 these end one round before the committed length. At most one pass runs between two verifications, and at most
-`MAX_TOKENS` are in it, so that it takes no longer than about one verification of a full batch. Every decision follows
-from numbers of the host that all tensor-parallel ranks share.
+`MAX_TOKENS` are in it, which bounds what the other requests wait for it. Every decision follows from numbers of the
+host that all tensor-parallel ranks share.
 """
 
 from __future__ import annotations

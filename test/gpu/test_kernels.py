@@ -22,7 +22,6 @@ from dustin_sglang.selection.selector import warm_up_lengths
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiled kernels, not interpreted ones"),
 ]
 DEVICE = "cuda"

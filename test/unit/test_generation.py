@@ -23,7 +23,7 @@ import torch
 from generation_answers import BUCKET, Answer, Answers, Setting
 from generation_items import Item, choose_items, encode, read_items, write_items
 from generation_metrics import METRICS, edit_similarity, f1, normalise, rouge_l, score
-from generation_rows import make_rows, summarise
+from generation_rows import make_rows, repeats, summarise
 from results import read_runs
 
 RUN = dict(machine="m", commit="c1")
@@ -421,6 +421,13 @@ def test_long_answers_are_judged_by_bucket_once_and_paired_with_dense_ones(
     assert (dense["agreement"], hybrid["agreement"], hybrid["dense_minus_agreement"]) == (1, 0.75, 0.25)
     assert (hybrid["logprob"], hybrid["dense_minus_logprob"]) == (-0.25, 0.25)
     assert hybrid["ci"]["dense_minus_agreement"] == [0.25, 0.25] and hybrid["ci"]["accept_length"] == [3, 3]
+    assert (hybrid["repeated"], hybrid["dense_minus_repeated"]) == (0, 0)
+
+
+def test_a_token_repeats_where_it_ends_sixteen_that_were_there() -> None:
+    verse = list(range(20))
+    again = repeats([*verse, 99, *verse, 7])
+    assert again == [False] * 36 + [True] * 5 + [False]
 
 
 def test_judging_needs_answers(tmp_path: Path, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
