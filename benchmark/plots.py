@@ -127,11 +127,11 @@ def plot_serving(rows: Sequence[Row]) -> Figure | None:
     figure, grid = pyplot.subplots(len(inputs), 3, figsize=(12, 3.4 * len(inputs)), squeeze=False, layout="constrained")
     for line, length in zip(grid, inputs):
         for axes, (field, title) in zip(line, panels.items()):
-            for method in ENGINES:
+            for number, method in enumerate(ENGINES):
                 of_method = (row for row in measured if row["method"] == method and row["input"] == length)
                 points = sorted((row["rate"], row[field]) for row in of_method)
                 if points:
-                    axes.plot(*zip(*points), label=method, marker="o", markersize=3)
+                    axes.plot(*zip(*points), label=method, color=f"C{number}", marker="o", markersize=3)
             _label(axes, f"{length:,} tokens in", "requests a second", title, legend=axes is line[-1])
     return figure
 
