@@ -8,6 +8,9 @@ It runs at the beginning of a round, before the draft, over tokens whose ids the
 these end one round before the committed length. At most one pass runs between two verifications, and at most
 `MAX_TOKENS` are in it, which bounds what the other requests wait for it. Every decision follows from numbers of the
 host that all tensor-parallel ranks share.
+
+A request is due by its own tokens alone. Letting others go along would make a third to a fifth of the passes, but what a
+request answers would then depend on how much its neighbours accept.
 """
 
 from __future__ import annotations
@@ -49,11 +52,6 @@ class Tail:
     end: int
 
     @property
-    def length(self) -> int:
-        """Number of positions; below 0 where the host does not know the ids of all exact tokens yet."""
-        return self.end - self.start
-
-    @property
     def token_ids(self) -> list[int]:
         """Ids of the tokens at [start, end], one more than the positions: the draft's slot j holds token j + 1."""
         first = self.start - len(self.req.origin_input_ids)
@@ -61,10 +59,7 @@ class Tail:
 
 
 def due_tails(reqs: Iterable[Any], seq_lens: Iterable[int], interval: int) -> list[Tail]:
-    """Choose what the next pass rewrites: nothing until a request has `interval` approximate tokens.
-
-    A pass costs as much for one request as for several, so whoever has half an interval by then goes along. Requests
-    that began apart are soon rewritten together, in a third to a fifth of the passes that each by itself would take.
+    """Choose what the next pass rewrites: `interval` tokens of each request that has as many approximate ones.
 
     Parameters
     ----------
@@ -78,21 +73,15 @@ def due_tails(reqs: Iterable[Any], seq_lens: Iterable[int], interval: int) -> li
     list of Tail
         At most `MAX_TOKENS` tokens; the requests with most approximate tokens come first, so that none waits for ever.
     """
-    tails: list[Tail] = []
+    due: list[tuple[int, Tail]] = []
     for index, (req, seq_len) in enumerate(zip(reqs, seq_lens, strict=True)):
+        start = exact_len(req, seq_len)
         last_known = len(req.origin_input_ids) + len(req.output_ids) - 1
-        tails.append(Tail(index, req, exact_len(req, seq_len), min(seq_len, last_known)))
-    tails.sort(key=lambda tail: -tail.length)  # a stable sort: all ranks break ties alike
-    if not tails or tails[0].length < interval:
-        return []
-    taken, room = [], MAX_TOKENS
-    for tail in tails:
-        length = min(tail.length, room)
-        if 2 * length < interval:
-            break
-        taken.append(dataclasses.replace(tail, end=tail.start + length))
-        room -= length
-    return taken
+        approximate = min(seq_len, last_known) - start
+        if approximate >= interval:
+            due.append((approximate, Tail(index, req, start, start + interval)))
+    due.sort(key=lambda pair: -pair[0])  # a stable sort: all ranks break ties alike
+    return [tail for _, tail in due[: MAX_TOKENS // interval]]
 
 
 class Rectifier:
@@ -101,7 +90,7 @@ class Rectifier:
     Parameters
     ----------
     interval
-        N, approximate tokens of a request that bring about a pass.
+        N, tokens rewritten at a time.
     target_worker, draft_worker
         SGLang's workers; their attention backends are tapped.
     """
@@ -128,7 +117,7 @@ class Rectifier:
             self._draft.rewrite(chunk, result.logits_output.hidden_states, next_tokens)
         for tail in tails:
             advance_exact(tail.req, tail.end)
-        metrics.get().rectified(len(tails), sum(tail.length for tail in tails))
+        metrics.get().rectified(len(tails), len(tails) * self._interval)
 
 
 def prefill_batch(batch: Any, tails: Sequence[Tail]) -> tuple[Any, torch.Tensor]:
@@ -142,7 +131,7 @@ def prefill_batch(batch: Any, tails: Sequence[Tail]) -> tuple[Any, torch.Tensor]
         int64 ``[len(tails)]``, the token that follows each tail.
     """
     ids = [tail.token_ids for tail in tails]
-    lengths = [tail.length for tail in tails]
+    lengths = [tail.end - tail.start for tail in tails]
     ends = [tail.end for tail in tails]
     tokens = to_device(
         [

@@ -156,7 +156,7 @@ def kept_queries(arguments: dict[str, Any]) -> list[bool]:
             untouched.append(all(torch.equal(a, store.kept) for a, store in zip(before, stores, strict=True)))
 
     rectifier.rectify = recorded
-    engine.generate(PROMPTS, 64)
+    engine.generate(PROMPTS, 40)
     return untouched
 
 
