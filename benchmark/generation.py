@@ -19,7 +19,7 @@ model. A row is a task, a context and a setting:
     new_tokens                                 mean length of an answer
     agreement, logprob                         of judged answers: the share of tokens that the dense target would choose
                                                there too, and its mean log-probability of them
-    repeated                                   and the share that ends 16 tokens which the answer has had before
+    repeated                                   of the same: the share of tokens that end 16 which the answer has had
     dense_minus_agreement, ..._logprob, ..._repeated   by how much more of dense answers
     agreement_by_256, logprob_by_256, repeated_by_256  the first three of every 256 tokens
     ci                                         95% intervals by bootstrap, paired by item

@@ -9,8 +9,8 @@ these end one round before the committed length. At most one pass runs between t
 `MAX_TOKENS` are in it, which bounds what the other requests wait for it. Every decision follows from numbers of the
 host that all tensor-parallel ranks share.
 
-A request is due by its own tokens alone. If others went along there would be a third to a fifth of the passes, but
-what a request answers would then depend on how much its neighbours accept.
+A request is due by its own tokens alone. If others went along there would be fewer passes, but what a request answers
+would then depend on how much its neighbours accept.
 """
 
 from __future__ import annotations
