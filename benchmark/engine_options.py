@@ -47,6 +47,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mass", type=float, default=1.0, help="DUSTIN_MASS")
     parser.add_argument("--extra-step", default="auto", choices=["auto", "off"], help="DUSTIN_EXTRA_STEP")
     parser.add_argument("--rectify-interval", type=int, default=0, help="DUSTIN_RECTIFY_INTERVAL")
+    parser.add_argument(
+        "--prefill-graphs", action="store_true", help="capture SGLang's prefill graphs too; rectifying passes use them"
+    )
     parser.add_argument("--sparse-draft", default="all", choices=["all", "unscored"], help="DUSTIN_SPARSE_DRAFT")
     parser.add_argument("--memory", type=float, default=0.85, help="SGLang's mem_fraction_static")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
@@ -94,7 +97,6 @@ def options(method: str, models: Models, args: argparse.Namespace, batch: int, c
         model_path=str(models.target),
         load_format="dummy" if models.dummy else "auto",
         attention_backend="flashinfer",
-        disable_prefill_cuda_graph=True,
         cuda_graph_max_bs_decode=batch,
         max_running_requests=batch,
         context_length=context,
@@ -103,6 +105,8 @@ def options(method: str, models: Models, args: argparse.Namespace, batch: int, c
         tp_size=args.tp,
         log_level="warning",
     )
+    if not args.prefill_graphs:
+        common["disable_prefill_cuda_graph"] = True
     if method == NO_SPECULATION:
         return common
     return common | dict(

@@ -18,7 +18,7 @@ RADIX_MODES = ("exact", "shared")
 ATTENTIONS = ("auto", "dustin", "flashinfer")
 SPARSE_DRAFT_MODES = ("off", "all", "unscored")
 EXTRA_STEP_MODES = ("auto", "off")
-# Most tokens of one rectifying pass: it must not hold other requests up for longer than a verification.
+# Beyond it, most answers would end before their first rectifying pass.
 MAX_RECTIFY_INTERVAL = 512
 _GROUPS_RANGE = "an integer from 1 (one list for all layers) to the target's layers"
 _MASS_RANGE = "a number above 0 and at most 1 (lists of the whole budget)"

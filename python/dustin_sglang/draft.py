@@ -11,6 +11,7 @@ writes lies in a slot of the round, which the round's draft extend writes again.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -120,5 +121,15 @@ class DustinStandaloneDraftWorker(TappedDraft, StandaloneDraftWorker):
                 slots, forward_batch.batch_size, self.topk, self.speculative_num_steps
             )[last]
             with forward_context(ForwardContext(attn_backend=self.draft_attn_backend.attn_backends[last])):
-                self.draft_runner.forward(forward_batch)
+                self._run_body(forward_batch)
         return drafted
+
+    @torch.no_grad()
+    def _run_body(self: Any, forward_batch: Any) -> None:
+        """Run the draft without its head, whose logits nobody reads, where SGLang's model lets us."""
+        body = getattr(self.draft_runner.model, "model", None)
+        inputs = ("input_ids", "positions", "forward_batch")
+        if body is None or not set(inputs) <= set(inspect.signature(body.forward).parameters):
+            self.draft_runner.forward(forward_batch)
+            return
+        body(**{name: getattr(forward_batch, name) for name in inputs[:2]}, forward_batch=forward_batch)

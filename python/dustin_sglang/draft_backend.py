@@ -50,6 +50,11 @@ class DraftExtendBackend(SparseFlashInferBackend):
 
     num_draft_tokens: int
 
+    @property
+    def needs_cpu_seq_lens(self) -> bool:
+        """Whether SGLang must know committed lengths on the host before a round: FlashInfer plans from them."""
+        return self.sparse is None or bool(self.sparse.dense_layers)
+
     def __init__(self, model_runner: Any, **kwargs: Any) -> None:
         super().__init__(model_runner, **kwargs)
         self.num_draft_tokens = model_runner.server_args.speculative_num_draft_tokens
@@ -92,7 +97,7 @@ class DraftExtendBackend(SparseFlashInferBackend):
         return pack_lists(slots, counts, slots[:, :0])
 
     def _needs_flashinfer(self, lists: SlotLists | None) -> bool:
-        return lists is None or self.sparse is None or bool(self.sparse.dense_layers)
+        return lists is None or self.needs_cpu_seq_lens
 
 
 class TappedFlashInferBackend(ExtendTap, DraftExtendBackend):
@@ -137,18 +142,18 @@ class TappedMultiStepBackend(FlashInferMultiStepDraftBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what captured dense layers read."""
-        if self._needs_flashinfer:
+        if self.needs_cpu_seq_lens:
             super().init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare the steps of an eager round."""
-        if self._needs_flashinfer:
+        if self.needs_cpu_seq_lens:
             super().init_forward_metadata(forward_batch)
         self._list(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Plan the dense layers of a captured round."""
-        if self._needs_flashinfer:
+        if self.needs_cpu_seq_lens:
             super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
@@ -157,7 +162,8 @@ class TappedMultiStepBackend(FlashInferMultiStepDraftBackend):
         self._list(forward_batch)
 
     @property
-    def _needs_flashinfer(self) -> bool:
+    def needs_cpu_seq_lens(self) -> bool:
+        """Whether SGLang must know committed lengths on the host before a round: FlashInfer plans from them."""
         return self.sparse is None or bool(self.sparse.dense_layers)
 
     def _list(self, forward_batch: Any) -> None:

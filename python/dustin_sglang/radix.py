@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-_EXACT_LEN, _TAG = "dustin_exact_len", "dustin_approximate"
+_EXACT_LEN, _FIRST, _TAG = "dustin_exact_len", "dustin_first_approximate", "dustin_approximate"
 
 
 def set_exact(req: Req) -> None:
@@ -37,6 +37,7 @@ def end_exact(req: Req, committed_len: int) -> None:
     """A sparse step follows at `committed_len`: what it writes is approximate. Later calls change nothing."""
     if getattr(req, _EXACT_LEN, None) is None:
         setattr(req, _EXACT_LEN, committed_len)
+        setattr(req, _FIRST, committed_len)
 
 
 def advance_exact(req: Req, length: int) -> None:
@@ -48,6 +49,11 @@ def exact_len(req: Req, committed_len: int) -> int:
     """How many of the `committed_len` tokens of `req` have exact KV."""
     exact = getattr(req, _EXACT_LEN, None)
     return committed_len if exact is None else min(exact, committed_len)
+
+
+def rewritten_len(req: Req) -> int:
+    """How many tokens of `req`, whose exactness has ended, have been rewritten densely since."""
+    return int(getattr(req, _EXACT_LEN) - getattr(req, _FIRST))
 
 
 class DustinRadixCache(RadixCache):

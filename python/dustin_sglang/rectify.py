@@ -5,31 +5,35 @@ keys and values in place; the draft follows with the same tokens shifted by one 
 writes is what a fresh prefill would write, so `exact_len` moves to the chunk's end.
 
 It runs at the beginning of a round, before the draft, over tokens whose ids the host knows. Under overlap scheduling
-these end one round before the committed length. At most one pass runs between two verifications, and at most
-`MAX_TOKENS` are in it, which bounds what the other requests wait for it. Every decision follows from numbers of the
+these end one round before the committed length. At most one pass runs between two verifications, and what it reads and
+writes is bounded (`MAX_TOKENS`, `MAX_READS`), so that it takes no longer than a verification: that is what the other
+requests wait for it. A longer interval is rewritten in consecutive rounds. Every decision follows from numbers of the
 host that all tensor-parallel ranks share.
 
-A request is due by its own tokens alone. If others went along there would be fewer passes, but what a request answers
-would then depend on how much its neighbours accept.
+A request is due by its own tokens alone, and takes pieces by its own length. If others went along there would be fewer
+passes, but what a request answers would then depend on how much its neighbours accept. It does where more is due than
+a pass takes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
 from dustin_sglang import metrics
-from dustin_sglang.config import MAX_RECTIFY_INTERVAL
 from dustin_sglang.devices import to_device
-from dustin_sglang.radix import advance_exact, exact_len
+from dustin_sglang.radix import advance_exact, exact_len, rewritten_len
 from dustin_sglang.tap import silenced
 
-# Most tokens of one pass; a request's whole interval fits.
-MAX_TOKENS = MAX_RECTIFY_INTERVAL
+# Most tokens of one pass, or as many as the verification has rows, if these are more: up to here the weights that a
+# forward reads take longer than its products.
+MAX_TOKENS = 128
+# Most tokens of one pass times the context that each attends to (docs/architecture.md, "Rectification", has the times).
+MAX_READS = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,30 +62,49 @@ class Tail:
         return list(self.req.output_ids[first : first + self.end - self.start + 1])
 
 
-def due_tails(reqs: Iterable[Any], seq_lens: Iterable[int], interval: int) -> list[Tail]:
-    """Choose what the next pass rewrites: `interval` tokens of each request that has as many approximate ones.
+def due_tails(reqs: Sequence[Any], seq_lens: Sequence[int], interval: int, rows: int = 0) -> list[Tail]:
+    """Choose what the next pass rewrites: of each request with `interval` approximate tokens as many, or a piece.
+
+    A request whose interval has been rewritten in part is due until the rest is.
 
     Parameters
     ----------
     reqs, seq_lens
         The requests of a batch and their committed lengths.
     interval
-        N, from 1 to `MAX_TOKENS`.
+        N, at least 1.
+    rows
+        Rows of the batch's verification.
 
     Returns
     -------
     list of Tail
-        At most `MAX_TOKENS` tokens; the requests with most approximate tokens come first, so that none waits for ever.
+        At most `MAX_TOKENS` tokens, or `rows`, which attend to `MAX_READS` positions, but one token at least. The
+        requests with most approximate tokens come first, so that none waits for ever.
     """
     due: list[tuple[int, Tail]] = []
     for index, (req, seq_len) in enumerate(zip(reqs, seq_lens, strict=True)):
         start = exact_len(req, seq_len)
         last_known = len(req.origin_input_ids) + len(req.output_ids) - 1
         approximate = min(seq_len, last_known) - start
-        if approximate >= interval:
-            due.append((approximate, Tail(index, req, start, start + interval)))
+        left = interval - rewritten_len(req) % interval if approximate > 0 else interval
+        if approximate >= left:
+            most = max(1, min(MAX_TOKENS, MAX_READS // (start + MAX_TOKENS)))
+            pieces = -(-left // most)
+            due.append((approximate, Tail(index, req, start, start - (-left // pieces))))
     due.sort(key=lambda pair: -pair[0])  # a stable sort: all ranks break ties alike
-    return [tail for _, tail in due[: MAX_TOKENS // interval]]
+    return list(_fitting((tail for _, tail in due), max(rows, MAX_TOKENS)))
+
+
+def _fitting(tails: Iterable[Tail], most_tokens: int) -> Iterator[Tail]:
+    """Yield tails until a pass is full; the first always fits."""
+    tokens, reads = 0, 0
+    for tail in tails:
+        length = tail.end - tail.start
+        tokens, reads = tokens + length, reads + length * tail.end
+        if tokens > length and (tokens > most_tokens or reads > MAX_READS):
+            return
+        yield tail
 
 
 class Rectifier:
@@ -90,18 +113,18 @@ class Rectifier:
     Parameters
     ----------
     interval
-        N, tokens rewritten at a time.
+        N, approximate tokens after which they are rewritten.
     target_worker, draft_worker
         SGLang's workers; their attention backends are tapped.
     """
 
     def __init__(self, interval: int, target_worker: Any, draft_worker: Any) -> None:
-        self._interval = interval
+        self._interval, self._width = interval, draft_worker.speculative_num_draft_tokens
         self._target, self._draft = target_worker, draft_worker
 
     def rectify(self, batch: Any) -> None:
         """Rewrite what is due in a decode batch, and move the exact length of its requests."""
-        tails = due_tails(batch.reqs, batch.seq_lens_cpu.tolist(), self._interval)
+        tails = due_tails(batch.reqs, batch.seq_lens_cpu.tolist(), self._interval, len(batch.reqs) * self._width)
         if not tails:
             return
         runner = self._target.model_runner
@@ -117,7 +140,7 @@ class Rectifier:
             self._draft.rewrite(chunk, result.logits_output.hidden_states, next_tokens)
         for tail in tails:
             advance_exact(tail.req, tail.end)
-        metrics.get().rectified(len(tails), len(tails) * self._interval)
+        metrics.get().rectified(len(tails), sum(tail.end - tail.start for tail in tails))
 
 
 def prefill_batch(batch: Any, tails: Sequence[Tail]) -> tuple[Any, torch.Tensor]:

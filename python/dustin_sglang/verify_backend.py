@@ -45,6 +45,8 @@ class ListedBackend(FlashInferAttnBackend):
         Branches of the draft tree and g, the tokens under verification.
     """
 
+    needs_cpu_seq_lens = False  # before a round: a verification gets them from the worker
+
     def __init__(
         self,
         model_runner: Any,

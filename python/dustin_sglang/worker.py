@@ -2,7 +2,9 @@
 
 One round: draft, score, select, verify, keep. Drafting and everything after the acceptance stay SGLang's. All work
 is launched on the forward stream, ahead of SGLang's draft extend, so the scheduler's write-after-read barrier covers
-our reads of `req_to_token`; no decision waits for the device.
+our reads of `req_to_token`. All that is decided follows from committed lengths on the host. Where neither the draft
+nor a rectifying pass needs them, they are asked for before the draft and awaited while it runs, so that the device
+does not wait for the host at the beginning of a round.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from sglang.srt.speculative import eagle_worker_v2, standalone_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
-from dustin_sglang import compat, metrics
+from dustin_sglang import compat, devices, metrics
 from dustin_sglang.config import DustinConfig
 from dustin_sglang.draft import DustinEagleDraftWorker, DustinStandaloneDraftWorker
 from dustin_sglang.monitor import Monitor
@@ -36,6 +38,7 @@ class SparseVerification:
     _wiring: Wiring
     _rectifier: Rectifier | None = None
     _monitor: Monitor | None = None
+    _lengths: tuple[torch.Tensor, Any] | None = None
 
     def init_attention_backends(self: Any) -> None:
         """Create SGLang's backends, then wire taps, signals and selection together, before graphs are captured."""
@@ -56,6 +59,9 @@ class SparseVerification:
                 self.req_to_token_pool,
                 self.speculative_num_draft_tokens,
             )
+        # A pass comes before the draft, and SGLang's report of a batch takes lengths that came with it.
+        if self._rectifier is not None or self.server_args.enable_forward_pass_metrics:
+            self._wiring.target_backend.needs_cpu_seq_lens = True
         if self._target_worker.model_runner.ps.tp_rank == 0:
             logger.info("%s", self._wiring.describe(config))
             if self.server_args.enable_metrics:
@@ -70,8 +76,10 @@ class SparseVerification:
             self._wiring.selector.policy.prefilled(batch.req_pool_indices.long())
             if self._monitor is not None:
                 self._monitor.tell(batch.reqs)
-        elif self._rectifier is not None and not batch.forward_mode.is_idle():
-            self._rectifier.rectify(batch)
+        elif not batch.forward_mode.is_idle():
+            self._lengths = None if batch.seq_lens_cpu is not None else devices.to_host(batch.seq_lens)
+            if self._rectifier is not None:
+                self._rectifier.rectify(batch)
         result = super().forward_batch_generation(batch, *args, **kwargs)  # type: ignore[misc]
         if prefill and self._wiring.sparse_draft is not None and not batch.forward_mode.is_idle():
             self._select(batch, drafted=False)
@@ -81,6 +89,7 @@ class SparseVerification:
         """Verify a drafted batch over its selected positions."""
         if batch.forward_mode.is_idle():
             return super().verify(batch, *args, **kwargs)  # type: ignore[misc]
+        self._await_lengths(batch)
         verify_input, monitor = batch.spec_info, self._monitor
         monitored = monitor is not None and monitor.begin(batch)
         selection = self._select(batch, drafted=True, measured=monitored)
@@ -96,6 +105,13 @@ class SparseVerification:
             monitor.record(batch, selection, verify_input, result.accept_lens)
         self._keep(batch, selection, verify_input, result.accept_lens)
         return result
+
+    def _await_lengths(self: Any, batch: Any) -> None:
+        """Give a batch its committed lengths on the host, which SGLang leaves out where no backend needs them."""
+        if self._lengths is not None:
+            batch.seq_lens_cpu, copied = self._lengths
+            if copied is not None:
+                copied.synchronize()
 
     def _select(self: Any, batch: Any, *, drafted: bool, measured: bool = False) -> Selection:
         """Select for a batch; where drafting is sparse, the next draft forwards read the same."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from dustin_sglang.radix import advance_exact
-from dustin_sglang.rectify import MAX_TOKENS, due_tails
+import pytest
+
+from dustin_sglang.radix import advance_exact, end_exact, exact_len
+from dustin_sglang.rectify import MAX_READS, MAX_TOKENS, due_tails
 
 
 def request(prompt: int, output: int, exact: int | None) -> Any:
     req = SimpleNamespace(origin_input_ids=list(range(prompt)), output_ids=list(range(1000, 1000 + output)))
     if exact is not None:
-        advance_exact(req, exact)
+        end_exact(req, exact)
     return req
 
 
@@ -42,8 +44,48 @@ def test_token_ids_reach_one_beyond_the_positions() -> None:
 
 
 def test_a_pass_is_bounded_and_takes_the_longest_tails_first() -> None:
-    lengths = [150, 170, 150, 190, 180]
+    lengths = [40, 60, 40, 80, 70]
     reqs = [request(100, n, 100) for n in lengths]
-    chosen = spans(reqs, [99 + n for n in lengths], 128)
+    chosen = spans(reqs, [99 + n for n in lengths], 32)
     assert [index for index, _, _ in chosen] == [3, 4, 1, 0]
     assert sum(end - start for _, start, end in chosen) == MAX_TOKENS
+
+
+def test_it_takes_as_many_tokens_as_the_verification_has_rows() -> None:
+    reqs, seq_lens = [request(100, 40, 100) for _ in range(8)], [139] * 8
+    assert len(due_tails(reqs, seq_lens, 32)) == 4
+    assert len(due_tails(reqs, seq_lens, 32, rows=6 * 32)) == 6
+
+
+def test_a_long_interval_is_rewritten_piece_by_piece_and_then_waits_for_the_next() -> None:
+    req = request(100, 302, 100)
+    pieces = []
+    while tails := due_tails([req], [401], 300):
+        pieces.append((tails[0].start, tails[0].end))
+        advance_exact(req, tails[0].end)
+    assert pieces == [(100, 200), (200, 300), (300, 400)]
+    req.output_ids += [0] * 298
+    assert spans([req], [699], 300) == []
+    req.output_ids.append(0)
+    assert spans([req], [700], 300) == [(0, 400, 500)]
+
+
+@pytest.mark.parametrize("context", [10_000, 70_000, 10**7])
+def test_over_a_long_context_pieces_are_smaller_and_alone(context: int) -> None:
+    reqs = [request(context, 65, context) for _ in range(3)]
+    passes = []
+    while tails := due_tails(reqs, [context + 64] * 3, 64):
+        passes.append(tails)
+        for tail in tails:
+            advance_exact(tail.req, tail.end)
+    assert [exact_len(req, context + 64) for req in reqs] == [context + 64] * 3
+    for tails in passes:
+        reads = sum((tail.end - tail.start) * tail.end for tail in tails)
+        assert reads <= MAX_READS or (len(tails), reads) == (1, tails[0].end)  # a single token
+    assert len(passes) == {10_000: 2, 70_000: 6, 10**7: 192}[context]
+
+
+def test_its_pieces_depend_on_a_request_alone() -> None:
+    reqs = [request(60_000, 65, 60_000), request(3_000, 65, 3_000)]
+    alone = spans(reqs[:1], [60_064], 64)
+    assert alone == [(0, 60_000, 60_064)] and spans(reqs, [60_064, 3_064], 64)[0] == alone[0]

