@@ -48,7 +48,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--extra-step", default="auto", choices=["auto", "off"], help="DUSTIN_EXTRA_STEP")
     parser.add_argument("--rectify-interval", type=int, default=0, help="DUSTIN_RECTIFY_INTERVAL")
     parser.add_argument(
-        "--prefill-graphs", action="store_true", help="capture SGLang's prefill graphs too; rectifying passes use them"
+        "--prefill-graphs",
+        action="store_true",
+        help="capture small ones of SGLang's prefill graphs, for passes that rectify",
     )
     parser.add_argument("--sparse-draft", default="all", choices=["all", "unscored"], help="DUSTIN_SPARSE_DRAFT")
     parser.add_argument("--memory", type=float, default=0.85, help="SGLang's mem_fraction_static")
@@ -105,8 +107,7 @@ def options(method: str, models: Models, args: argparse.Namespace, batch: int, c
         tp_size=args.tp,
         log_level="warning",
     )
-    if not args.prefill_graphs:
-        common["disable_prefill_cuda_graph"] = True
+    common |= prefill_graphs(args)
     if method == NO_SPECULATION:
         return common
     return common | dict(
@@ -116,6 +117,11 @@ def options(method: str, models: Models, args: argparse.Namespace, batch: int, c
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=args.steps + 1,
     )
+
+
+def prefill_graphs(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine's arguments for graphs of prefills: of rectifying passes, or none, to start sooner."""
+    return dict(cuda_graph_max_bs_prefill=256) if args.prefill_graphs else dict(disable_prefill_cuda_graph=True)
 
 
 def set_environment(method: str, models: Models, args: argparse.Namespace) -> None:

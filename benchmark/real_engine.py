@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 import torch
+from engine_options import prefill_graphs
 
 
 def add_pair_options(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +16,7 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--topk", type=int, default=1)
     parser.add_argument("--memory", type=float, default=0.85, help="SGLang's mem_fraction_static, on a GPU")
-    parser.add_argument("--prefill-graphs", action="store_true", help="capture SGLang's prefill graphs too, on a GPU")
+    parser.add_argument("--prefill-graphs", action="store_true", help="as end_to_end's, on a GPU")
 
 
 def start_engine(args: argparse.Namespace, tokens: int, running: int = 1) -> Any:
@@ -34,7 +35,7 @@ def start_engine(args: argparse.Namespace, tokens: int, running: int = 1) -> Any
         dict(
             dtype="bfloat16",
             mem_fraction_static=args.memory,
-            disable_prefill_cuda_graph=not args.prefill_graphs,
+            **prefill_graphs(args),
             cuda_graph_max_bs_decode=running,
         )
         if torch.cuda.is_available()
