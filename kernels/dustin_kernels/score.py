@@ -40,6 +40,7 @@ from dustin_kernels.score_kernels import statistics_kernel, sum_again_kernel, su
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CHUNK = 1024  # positions whose statistics one program takes
 _TILE_BYTES = 16384  # of K in a step of its loop: 64 positions of head_dim 128 in 16 bits
+_SUM_BLOCK = 64  # positions of a program that reads K again: the rows of Hopper's smallest product
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,17 @@ def _row_tile(rows: int, itemsize: int) -> int:
     return 16 if itemsize == 4 else min(64, max(16, triton.next_power_of_2(rows)))
 
 
-def _block_size(head_dim: int, itemsize: int) -> int:
-    return max(16, min(128, _TILE_BYTES // (head_dim * itemsize)))
+def _block_size(head_dim: int, itemsize: int, tile: int) -> int:
+    """Positions of a step, which takes as many registers as they and query rows make products."""
+    return max(16, min(64 if tile == 64 else 128, _TILE_BYTES // (head_dim * itemsize)))
+
+
+def _columns(tile: int, block: int, num_warps: int) -> int:
+    """Columns of a tile's row that lie in different threads.
+
+    A warp's product is 8 columns wide, two a thread. Warps lie side by side, or below each other in a tile of 64 rows.
+    """
+    return min(block, 8 if tile == 64 else 8 * num_warps)
 
 
 @lru_cache(maxsize=64)
@@ -121,6 +131,7 @@ def _check(
     req_to_token: Tensor,
     req_pool_indices: Tensor,
     seq_lens: Tensor,
+    sm_scale: float,
     max_len: int,
     shift: int,
     parts: int,
@@ -153,6 +164,8 @@ def _check(
     check_tensor("req_to_token", req_to_token, [None, None], [torch.int32], device)
     check_tensor("req_pool_indices", req_pool_indices, [bs], [torch.int64, torch.int32], device)
     check_tensor("seq_lens", seq_lens, [bs], [torch.int64, torch.int32], device)
+    if not 0 < sm_scale < math.inf:
+        raise ValueError(f"sm_scale is {sm_scale}; it must be a finite number above 0")
     if max_len < 0:
         raise ValueError(f"max_len is {max_len}; it must be at least 0")
     if shift < 0:
@@ -201,7 +214,7 @@ def score_positions(
         Row of `req_to_token` and committed length of each request, int64 or int32 [bs]. A length of 0 gives a row of
         zeros.
     sm_scale
-        Factor of the dot products, usually 1 / sqrt(head_dim).
+        Factor of the dot products, above 0, usually 1 / sqrt(head_dim).
     max_len
         Width of the result, at least every seq_len (longer contexts are cut off there).
     shift
@@ -232,8 +245,8 @@ def score_positions(
         `backend` is "triton" and the tensors are neither on a GPU nor interpreted.
     """
     _check(
-        q, k_cache, layer_of_head, kv_head_of_head, req_to_token, req_pool_indices, seq_lens, max_len, shift, parts,
-        head_weights, out,
+        q, k_cache, layer_of_head, kv_head_of_head, req_to_token, req_pool_indices, seq_lens, sm_scale, max_len, shift,
+        parts, head_weights, out,
     )  # fmt: skip
     if not use_triton(backend, q.device):
         return reference.score_positions(
@@ -278,7 +291,8 @@ def _launch(
     tiles = triton.cdiv(m, tile)
     limit = min(max_len, req_to_token.shape[1])
     chunks = triton.cdiv(limit, _CHUNK)
-    block = _block_size(head_dim, q.element_size())
+    block = _block_size(head_dim, q.element_size(), tile)
+    num_warps = 2 if tile == 16 else 4
     store = 8 * m < head_dim * q.element_size()
     pairs = bs * num_groups * tiles
 
@@ -294,8 +308,8 @@ def _launch(
             q, k_cache[0], groups.heads, groups.weights, located, req_to_token, req_pool_indices, seq_lens,
             chunk_max, chunk_sum, row_max, row_weight, part_counters(q.device, pairs), queries, logits,
             scale, limit, chunks, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
-            M=m, TILE=tile, TILES=tiles, SIZE=groups.size, D=head_dim, CHUNK=_CHUNK, BLOCK=block, ALIGN=align,
-            STORE=store, STAGES=3, num_warps=2 if tile == 16 else 4,
+            M=m, TILE=tile, TILES=tiles, SIZE=groups.size, D=head_dim, CHUNK=_CHUNK, BLOCK=block,
+            COLUMNS=_columns(tile, block, num_warps), ALIGN=align, STORE=store, STAGES=3, num_warps=num_warps,
         )  # fmt: skip
     if store:
         block = 256
@@ -305,10 +319,9 @@ def _launch(
             STAGES=2, num_warps=4,
         )  # fmt: skip
     else:
-        block = max(16, block // 2)
-        sum_again_kernel[(triton.cdiv(max_len, block), bs, parts)](
+        sum_again_kernel[(triton.cdiv(max_len, _SUM_BLOCK), bs, parts)](
             queries, k_cache[0], located, req_to_token, req_pool_indices, seq_lens, row_max, row_weight, out,
             scale, limit, max_len, shift, req_to_token.stride(0), out.stride(0),
-            TILE=tile, TILES=tiles, GROUPS=num_groups // parts, D=head_dim, BLOCK=block, ALIGN=align,
-            STAGES=2, num_warps=4,
+            TILE=tile, TILES=tiles, GROUPS=num_groups // parts, D=head_dim, BLOCK=_SUM_BLOCK, ALIGN=align,
+            STAGES=3 if tile == 64 else 2, num_warps=4,
         )  # fmt: skip

@@ -6,11 +6,15 @@ import triton.language as tl
 
 @triton.jit
 def _key_tile(k_ptr, keys_ptr, slots, inside, group, D: tl.constexpr, ALIGN: tl.constexpr):
-    """Keys of one group at these slots: [len(slots), D], zero outside."""
+    """Keys of one group at these slots: [len(slots), D], zero outside; `inside` None: all are inside."""
     offset = tl.multiple_of(tl.load(keys_ptr + 2 * group), ALIGN)
     stride = tl.multiple_of(tl.load(keys_ptr + 2 * group + 1), ALIGN)
-    dims = tl.arange(0, D)
-    return tl.load(k_ptr + offset + slots[:, None] * stride + dims[None, :], mask=inside[:, None], other=0.0)
+    pointers = k_ptr + offset + slots[:, None] * stride + tl.arange(0, D)[None, :]
+    if inside is None:
+        keys = tl.load(pointers)
+    else:
+        keys = tl.load(pointers, mask=inside[:, None], other=0.0)
+    return keys
 
 
 @triton.jit
@@ -22,6 +26,31 @@ def _query_tile(
     dims = tl.arange(0, D)
     offsets = (rows // SIZE)[:, None] * q_row + head[:, None] * q_head + dims[None, :]
     return tl.load(q_ptr + offsets, mask=(head >= 0)[:, None], other=0.0)
+
+
+@triton.jit
+def _add_block(
+    largest, total, queries, k_ptr, keys_ptr, req_to_token_ptr, row_logits_ptr, positions, inside, real, group, scale,
+    D: tl.constexpr, ALIGN: tl.constexpr, STORE: tl.constexpr,
+):  # fmt: skip
+    """Take positions into maximum and sum of exponentials: [rows, columns] of which each has a share of positions.
+
+    A share is what one thread holds of a row, so that nothing is exchanged: two columns of a tensor core's result of 8.
+    Positions of a share take one step together, with one exponential beside theirs.
+    """
+    slots = tl.load(req_to_token_ptr + positions, mask=inside, other=None if inside is None else 0).to(tl.int64)
+    keys = _key_tile(k_ptr, keys_ptr, slots, inside, group, D, ALIGN)
+    logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    if STORE:
+        stored = real[:, None] if inside is None else real[:, None] & inside[None, :]
+        tl.store(row_logits_ptr + positions[None, :], logits * scale, mask=stored)
+    if inside is not None:
+        logits = tl.where(inside[None, :], logits, float("-inf"))
+    shares = tl.reshape(logits, [largest.shape[0], logits.shape[1] // largest.shape[1], largest.shape[1]])
+    new = tl.maximum(largest, tl.max(shares, 1))
+    # Scaled after the difference: where a share has seen no position yet, a fused product would leave its rounding.
+    total = total * tl.exp2((largest - new) * scale)
+    return new, total + tl.sum(tl.exp2(shares * scale - (new * scale)[:, None, :]), 1)
 
 
 @triton.jit
@@ -51,7 +80,8 @@ def statistics_kernel(
     chunk_max_ptr, chunk_sum_ptr, row_max_ptr, row_weight_ptr, counters_ptr, queries_ptr, logits_ptr,
     scale, limit, chunks, q_batch, q_row, q_head, token_row,
     M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr, STORE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Maximum and sum of a chunk's exponentials for every row; the last chunk's program combines them."""
     group, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
@@ -66,33 +96,31 @@ def statistics_kernel(
     queries = _query_tile(q_ptr + batch * q_batch, heads_ptr, group, rows, q_row, q_head, M, SIZE, D)
     pair = batch * tl.num_programs(0) + tl.program_id(0)
     row = pair * TILE + tl.arange(0, TILE)
+    row_logits_ptr = logits_ptr
     if STORE:
-        row_logits = ((batch * tl.num_programs(0) // TILES + group) * M + rows)[:, None] * chunks * CHUNK
+        row_logits_ptr += ((batch * tl.num_programs(0) // TILES + group) * M + rows)[:, None] * chunks * CHUNK
     elif chunk == 0:
         tl.store(queries_ptr + row[:, None] * D + tl.arange(0, D)[None, :], queries)
-    # In tiles of less than 64 rows a row lies across warps. There every column keeps a maximum of its own, which costs
-    # a second exponential and saves two exchanges between warps a step.
-    COLUMNS: tl.constexpr = BLOCK if TILE < 64 else 1
     largest = tl.full([TILE, COLUMNS], -1e30, tl.float32)
     total = tl.zeros([TILE, COLUMNS], tl.float32)
-    for start in tl.range(begin, tl.minimum(begin + CHUNK, length), BLOCK, num_stages=STAGES):
+    # Masks would be a tenth of the instructions, so only a request's last chunk has them. It does without a pipeline,
+    # whose buffers would stand beside the other loop's.
+    end = tl.minimum(begin + CHUNK, length)
+    whole = begin + CHUNK if begin + CHUNK <= length else begin
+    for start in tl.range(begin, whole, BLOCK, num_stages=STAGES):
+        largest, total = _add_block(
+            largest, total, queries, k_ptr, keys_ptr, req_to_token_ptr, row_logits_ptr, start + tl.arange(0, BLOCK),
+            None, rows < M, group, scale, D, ALIGN, STORE,
+        )  # fmt: skip
+    for start in tl.range(whole, end, BLOCK, num_stages=1):
         positions = start + tl.arange(0, BLOCK)
-        inside = positions < length
-        slots = tl.load(req_to_token_ptr + positions, mask=inside, other=0).to(tl.int64)
-        keys = _key_tile(k_ptr, keys_ptr, slots, inside, group, D, ALIGN)
-        logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-        if STORE:
-            tl.store(logits_ptr + row_logits + positions[None, :], logits, mask=inside[None, :] & (rows < M)[:, None])
-        logits = tl.where(inside[None, :], logits, float("-inf"))
-        if COLUMNS == 1:
-            new = tl.maximum(largest, tl.max(logits, 1)[:, None])
-            total = total * tl.exp2(largest - new) + tl.sum(tl.exp2(logits - new), 1)[:, None]
-        else:
-            new = tl.maximum(largest, logits)
-            total = total * tl.exp2(largest - new) + tl.exp2(logits - new)
-        largest = new
+        largest, total = _add_block(
+            largest, total, queries, k_ptr, keys_ptr, req_to_token_ptr, row_logits_ptr, positions, positions < end,
+            rows < M, group, scale, D, ALIGN, STORE,
+        )  # fmt: skip
     chunk_max = tl.max(largest, 1)
-    chunk_sum = tl.sum(total * tl.exp2(largest - chunk_max[:, None]), 1)
+    chunk_sum = tl.sum(total * tl.exp2((largest - chunk_max[:, None]) * scale), 1)
+    chunk_max *= scale
 
     statistics = (pair * chunks + chunk) * TILE + tl.arange(0, TILE)
     tl.store(chunk_max_ptr + statistics, chunk_max)
@@ -118,7 +146,11 @@ def sum_again_kernel(
     TILE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sum the weights of all rows of a part of the groups, from K; GROUPS is a part's."""
+    """Sum the weights of all rows of a part of the groups, from K; GROUPS is a part's.
+
+    Positions are the rows of the products, and a thread adds up what it holds of one before it keeps it: two columns of
+    every 8.
+    """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
     part = tl.program_id(2)
@@ -138,7 +170,7 @@ def sum_again_kernel(
     row_max_ptr += first * TILES * TILE
     row_weight_ptr += first * TILES * TILE
     keys_ptr += 2 * part * GROUPS
-    scores = tl.zeros([TILE, BLOCK], tl.float32)
+    scores = tl.zeros([BLOCK, 8], tl.float32)
     # Loaded a step ahead: only what feeds a product is kept in flight by the compiler.
     next_max, next_weight = tl.load(row_max_ptr + rows), tl.load(row_weight_ptr + rows)
     for step in tl.range(0, GROUPS * TILES, 1, num_stages=STAGES):
@@ -148,9 +180,10 @@ def sum_again_kernel(
         next_weight = tl.load(row_weight_ptr + (step + 1) * TILE + rows, mask=more, other=0.0)
         keys = _key_tile(k_ptr, keys_ptr, slots, inside, step // TILES, D, ALIGN)
         queries = tl.load(queries_ptr + (step * TILE + rows)[:, None] * D + dims[None, :])
-        logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-        scores += tl.exp2(logits - row_max[:, None]) * row_weight[:, None]
-    tl.store(out_ptr + targets, tl.where(inside, tl.sum(scores, 0), 0.0), mask=targets < max_len)
+        logits = tl.dot(keys, tl.trans(queries), input_precision="ieee")
+        weights = tl.exp2(logits * scale - row_max[None, :]) * row_weight[None, :]
+        scores += tl.sum(tl.reshape(weights, [BLOCK, TILE // 8, 8]), 1)
+    tl.store(out_ptr + targets, tl.where(inside, tl.sum(scores, 1), 0.0), mask=targets < max_len)
 
 
 @triton.jit(

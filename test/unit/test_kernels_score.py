@@ -1,5 +1,6 @@
 """score_positions: the kernel (interpreted) and its reference against a float64 computation, head by head."""
 
+import itertools
 import math
 import os
 
@@ -28,7 +29,8 @@ BLOCK, CHUNK = 32, 64
 def small_chunks(monkeypatch):
     """Several blocks and chunks a context, also in short tests."""
     monkeypatch.setattr(score, "_CHUNK", CHUNK)
-    monkeypatch.setattr(score, "_block_size", lambda head_dim, itemsize: BLOCK)
+    monkeypatch.setattr(score, "_block_size", lambda head_dim, itemsize, tile: BLOCK)
+    monkeypatch.setattr(score, "_SUM_BLOCK", BLOCK)
 
 
 class Case:
@@ -242,10 +244,10 @@ def test_empty(backend):
 
 def test_shipped_blocks_fill_chunks_and_fit_into_shared_memory(monkeypatch):
     monkeypatch.undo()
-    for head_dim in (16, 32, 64, 128, 256):
-        for itemsize in (2, 4):
-            block = score._block_size(head_dim, itemsize)
-            assert score._CHUNK % block == 0 and 16 <= block and block * head_dim * itemsize <= 16384
+    for head_dim, itemsize, tile in itertools.product((16, 32, 64, 128, 256), (2, 4), (16, 32, 64)):
+        block = score._block_size(head_dim, itemsize, tile)
+        assert score._CHUNK % block == 0 and 16 <= block and block * head_dim * itemsize <= 16384
+        assert block % score._columns(tile, block, 4) == 0
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
