@@ -41,7 +41,8 @@ from tqdm import tqdm
 from trace_summary import summarise_trace
 
 KEY = (*ENGINE_KEY, "accept", "batch", "context")
-SHORT, LONG = 32, 160
+# One token comes with the prefill; the rest is a multiple of 12, so that 3 and 4 tokens a verification end with them.
+SHORT, LONG = 1 + 36, 1 + 156
 ROOM = 1024  # tokens of a context beside the prompt
 DEMO_TEXT = ROOT / "python" / "dustin_sglang" / "demo" / "document.txt"
 

@@ -1,4 +1,4 @@
-"""Kernels of dustin-sglang: score a context, mix scores, select positions, write their slots, pack a tree's mask.
+"""Kernels of dustin-sglang: score, mix scores, select positions, write lists of slots, attend to them, pack masks.
 
 Each operation is a Triton kernel beside a torch reference of the same signature (`dustin_kernels.reference`). CUDA
 tensors take the kernel and CPU tensors the reference; `backend=` overrides that, and `TRITON_INTERPRET=1` lets the
@@ -7,6 +7,7 @@ kernels run on CPU tensors. Nothing here waits for the device or copies to it, e
 """
 
 from dustin_kernels.attend import attend_slots
+from dustin_kernels.draft_lists import write_draft_lists
 from dustin_kernels.mask import pack_tree_mask
 from dustin_kernels.mix import mix_scores
 from dustin_kernels.reference import Backend
@@ -21,5 +22,6 @@ __all__ = [
     "pack_tree_mask",
     "score_positions",
     "select_positions",
+    "write_draft_lists",
     "write_slots",
 ]

@@ -156,6 +156,39 @@ def write_slots(
         kv_indices[starts[b] : starts[b] + chosen.numel()] = req_to_token[pool_index, chosen]
 
 
+def write_draft_lists(
+    lists: Tensor,
+    counts: Tensor,
+    starts: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    ends: Tensor,
+    own: Tensor,
+    own_first: int,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+) -> None:
+    """Reference of `dustin_kernels.write_draft_lists`."""
+    bs, k = req_pool_indices.shape[0], lists.shape[1]
+    last = req_to_token.shape[1] - 1
+    contexts = []
+    for slot, end in zip(req_pool_indices.tolist(), ends.tolist()):
+        start, chosen = int(starts[slot]), lists[slot, : int(counts[slot])].long()
+        listed = torch.arange(start - 1, device=lists.device) if start <= k else chosen[chosen > 0] - 1
+        positions = torch.cat([listed, torch.arange(start - 1, end, device=lists.device)])
+        contexts.append(req_to_token[slot, positions.clamp(max=last)])
+    for forward in range(kv_indptr.shape[0]):
+        rows = [
+            torch.cat([contexts[row // (len(own) // bs)], slots[: own_first + forward].int()])
+            for row, slots in enumerate(own)
+        ]
+        lengths = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int32)
+        kv_indptr[forward] = lengths.cumsum(0)
+        if rows:
+            packed = torch.cat(rows)
+            kv_indices[forward, : len(packed)] = packed
+
+
 def pack_tree_mask(
     tree_mask: Tensor, kv_indptr: Tensor, mask_indptr: Tensor, num_draft_tokens: int, out: Tensor, *, max_kv_len: int
 ) -> None:

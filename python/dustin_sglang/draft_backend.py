@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 from dustin_sglang.slot_lists import SlotLists, attend_lists
-from dustin_sglang.sparse_draft import SparseDraft, pack_lists
+from dustin_sglang.sparse_draft import SparseDraft
 from dustin_sglang.tap import DecodeTap, ExtendTap
 
 
@@ -62,21 +62,20 @@ class DraftExtendBackend(SparseFlashInferBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare an eager forward."""
-        lists = self._lists(forward_batch)
-        if lists is not None:
-            self.listed = lists
-        if self._needs_flashinfer(lists):
+        if self._reads_lists(forward_batch):
+            self.listed = self._list(forward_batch)
+        if self._needs_flashinfer(forward_batch):
             super().init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare the capture of a draft extend, or refill the buffers that the captured one reads."""
-        lists, bs = self._lists(forward_batch), forward_batch.batch_size
-        if lists is not None and in_capture:
-            self.listed = self._captured[bs] = lists
-        elif lists is not None:
-            self._captured[bs].kv_indptr.copy_(lists.kv_indptr)
-            self._captured[bs].kv_indices.copy_(lists.kv_indices)
-        if self._needs_flashinfer(lists):
+        bs = forward_batch.batch_size
+        if self._reads_lists(forward_batch):
+            if in_capture:
+                self.listed = self._captured[bs] = self._list(forward_batch)
+            else:
+                self._list(forward_batch, into=self._captured[bs])
+        if self._needs_flashinfer(forward_batch):
             super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def forward_extend(
@@ -88,16 +87,17 @@ class DraftExtendBackend(SparseFlashInferBackend):
         out: torch.Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         return out
 
-    def _lists(self, forward_batch: Any) -> SlotLists | None:
-        """Lists of a draft extend, which end with its own tokens; None for another forward or a dense draft."""
-        if self.sparse is None or not forward_batch.forward_mode.is_draft_extend_v2():
-            return None
-        bs = forward_batch.batch_size
-        slots, counts = self.sparse.context(forward_batch.req_pool_indices[:bs], forward_batch.seq_lens[:bs])
-        return pack_lists(slots, counts, slots[:, :0])
+    def _reads_lists(self, forward_batch: Any) -> bool:
+        return self.sparse is not None and bool(forward_batch.forward_mode.is_draft_extend_v2())
 
-    def _needs_flashinfer(self, lists: SlotLists | None) -> bool:
-        return lists is None or self.needs_cpu_seq_lens
+    def _needs_flashinfer(self, forward_batch: Any) -> bool:
+        return self.needs_cpu_seq_lens or not self._reads_lists(forward_batch)
+
+    def _list(self, forward_batch: Any, into: SlotLists | None = None) -> SlotLists:
+        """Lists of a draft extend, which end with its own tokens."""
+        assert self.sparse is not None
+        bs = forward_batch.batch_size
+        return self.sparse.lists(forward_batch.req_pool_indices[:bs], forward_batch.seq_lens[:bs], into=into)[0]
 
 
 class TappedFlashInferBackend(ExtendTap, DraftExtendBackend):
@@ -171,11 +171,10 @@ class TappedMultiStepBackend(FlashInferMultiStepDraftBackend):
         if self.sparse is None or forward_batch.forward_mode.is_idle():
             return
         bs = forward_batch.batch_size
-        slots, counts = self.sparse.context(forward_batch.req_pool_indices[:bs], forward_batch.seq_lens[:bs])
-        slots, counts = slots.repeat_interleave(self.topk, dim=0), counts.repeat_interleave(self.topk, dim=0)
-        own = forward_batch.out_cache_loc.view(bs * self.topk, -1)
-        for step, backend in enumerate(self.attn_backends):
-            backend.listed = pack_lists(slots, counts, own[:, : step + 1])
+        own = forward_batch.out_cache_loc.view(bs * self.topk, -1)[:, : len(self.attn_backends)]
+        lists = self.sparse.lists(forward_batch.req_pool_indices[:bs], forward_batch.seq_lens[:bs], own)
+        for backend, listed in zip(self.attn_backends, lists, strict=True):
+            backend.listed = listed
 
 
 class TappedDraftBackendFactory(DraftBackendFactory):

@@ -52,7 +52,7 @@ def attend_lists(
         pool.set_kv_buffer(layer, where, k, v, *backend._kv_write_scales(layer))
     keys, values = pool.get_kv_buffer(layer.layer_id)
     out = attend_slots(
-        q.contiguous().view(-1, layer.tp_q_head_num, layer.head_dim),
+        q.view(-1, layer.tp_q_head_num, layer.head_dim),
         keys,
         values,
         lists.kv_indptr,

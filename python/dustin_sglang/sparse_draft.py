@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import torch
 
+from dustin_kernels import write_draft_lists
 from dustin_sglang.config import ConfigError
 from dustin_sglang.selection.selector import Selection
 from dustin_sglang.slot_lists import SlotLists
@@ -65,32 +66,6 @@ def draft_reads(
     recent = starts - 1 + column - listed
     positions = torch.where(column < listed, torch.where(whole, column, chosen), recent)
     return positions, (listed + ends - starts + 1).squeeze(1)
-
-
-def pack_lists(context: torch.Tensor, counts: torch.Tensor, own: torch.Tensor) -> SlotLists:
-    """Pack the first `counts` slots of each row of `context`, followed by all of `own`; recordable.
-
-    Parameters
-    ----------
-    context
-        ``[rows, width]``.
-    counts
-        int64 ``[rows]``, at most `width`.
-    own
-        ``[rows, n]``; n may be 0.
-    """
-    rows, width = context.shape
-    room = width + own.shape[1]
-    column = torch.arange(room, device=context.device).unsqueeze(0)
-    count = counts.unsqueeze(1)
-    kv_indptr = torch.nn.functional.pad(torch.cumsum(counts + own.shape[1], 0, dtype=torch.int32), (1, 0))
-    # Context slots keep their column, own slots close up to them; what is not listed goes behind the end.
-    place = kv_indptr[:-1].unsqueeze(1) + torch.where(column < width, column, column - width + count)
-    place = torch.where((column < count) | (column >= width), place, rows * room)
-    slots = torch.cat([context, own], dim=1).to(torch.int32)
-    kv_indices = torch.zeros(rows * room + 1, dtype=torch.int32, device=context.device)
-    kv_indices.scatter_(0, place.flatten(), slots.flatten())
-    return SlotLists(kv_indptr, kv_indices, room)
 
 
 class SparseDraft:
@@ -142,6 +117,55 @@ class SparseDraft:
         positions, counts = draft_reads(lists, listed, starts, ends.long(), self._width)
         positions = positions.clamp(max=self._req_to_token.shape[1] - 1)
         return self._req_to_token[slots.unsqueeze(1), positions], counts
+
+    def lists(
+        self,
+        slots: torch.Tensor,
+        ends: torch.Tensor,
+        own: torch.Tensor | None = None,
+        into: SlotLists | None = None,
+    ) -> list[SlotLists]:
+        """What draft forwards read, packed, in one launch; recordable.
+
+        Parameters
+        ----------
+        slots, ends
+            Request slots, and one past the last committed slot to read, int64 or int32 ``[batch]``.
+        own
+            KV slots of the forwards' own tokens, int64 ``[batch * branches, n]``: forward i reads i + 1 of a row's.
+            None for one forward, whose tokens lie below `ends` already.
+        into
+            The lists of that one forward are written there; None allocates.
+
+        Returns
+        -------
+        list of SlotLists
+            n, or one.
+        """
+        if own is None:
+            own, forwards, first = slots.new_empty((len(slots), 0)), 1, 0
+        else:
+            forwards, first = own.shape[1], 1
+        rows, width = len(own), self._width + own.shape[1]
+        if into is None:
+            kv_indptr = torch.empty((forwards, rows + 1), dtype=torch.int32, device=slots.device)
+            kv_indices = torch.empty((forwards, rows * width), dtype=torch.int32, device=slots.device)
+        else:
+            kv_indptr, kv_indices = into.kv_indptr.unsqueeze(0), into.kv_indices.unsqueeze(0)
+        write_draft_lists(
+            self._lists,
+            self._counts,
+            self._starts,
+            self._req_to_token,
+            slots,
+            ends,
+            own,
+            first,
+            kv_indptr,
+            kv_indices,
+            max_new=self._width - self._lists.shape[1] - 1,
+        )
+        return [SlotLists(kv_indptr[i], kv_indices[i], self._width + first + i) for i in range(forwards)]
 
 
 def dense_draft_layers(mode: str, num_layers: int, scoring: tuple[int, ...]) -> frozenset[int]:

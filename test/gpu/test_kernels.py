@@ -16,7 +16,14 @@ import triton
 from test_kernels_attend import CAUSAL, TREE
 from test_kernels_attend import Case as AttendCase
 
-from dustin_kernels import mix_scores, pack_tree_mask, score_positions, select_positions, write_slots
+from dustin_kernels import (
+    mix_scores,
+    pack_tree_mask,
+    score_positions,
+    select_positions,
+    write_draft_lists,
+    write_slots,
+)
 from dustin_sglang.selection.context import score_width
 from dustin_sglang.selection.selector import warm_up_lengths
 
@@ -241,6 +248,28 @@ def test_slots_equal_the_reference(listed):
     write_slots(*inputs, expected, max_len=32000)
     write_slots(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in inputs), kv_indices, max_len=32000)
     assert torch.equal(kv_indices.cpu(), expected)
+
+
+@pytest.mark.parametrize("k", [128, 512, 4096])
+@pytest.mark.parametrize("bs, branches", [(1, 1), (8, 1), (67, 1), (8, 4)])
+def test_draft_lists_equal_the_reference(k, bs, branches):
+    generator = torch.Generator().manual_seed(k + bs)
+    slots, width, new, forwards = bs + 3, 40000, 5, 4
+    starts = torch.randint(1, width - new, (slots,), generator=generator)
+    starts[:4] = torch.tensor([1, k, k + 1, width - new])
+    lists = torch.stack([torch.randperm(max(k, n), generator=generator)[:k].sort().values for n in starts.tolist()])
+    counts = torch.randint(1, k + 1, (slots,), generator=generator)
+    pool = torch.randperm(slots, generator=generator)[:bs]
+    ends = starts[pool] + torch.randint(new + 1, (bs,), generator=generator)
+    own = torch.randint(10**6, (bs * branches, forwards + 1), generator=generator)[:, :forwards]
+    req_to_token = torch.randint(10**6, (slots, width), generator=generator, dtype=torch.int32)
+    kv_indptr = torch.empty((forwards, bs * branches + 1), dtype=torch.int32)
+    kv_indices = torch.full((forwards, bs * branches * (k + 1 + new + forwards)), -1, dtype=torch.int32)
+    inputs = (lists.int(), counts, starts, req_to_token, pool, ends, own)
+    results = kv_indptr.to(DEVICE), kv_indices.to(DEVICE)
+    write_draft_lists(*inputs, 1, kv_indptr, kv_indices, max_new=new)
+    write_draft_lists(*(x.to(DEVICE) for x in inputs), 1, *results, max_new=new)
+    assert torch.equal(results[0].cpu(), kv_indptr) and torch.equal(results[1].cpu(), kv_indices)
 
 
 @pytest.mark.parametrize("g", [1, 5, 8, 64])

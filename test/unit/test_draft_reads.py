@@ -1,4 +1,4 @@
-"""What a sparse draft reads: positions against sets built by hand, packed lists, and lists kept by request slot."""
+"""What a sparse draft reads: positions against sets built by hand, lists kept by request slot, the same packed."""
 
 import random
 
@@ -7,7 +7,7 @@ import torch
 
 from dustin_sglang.config import ConfigError
 from dustin_sglang.selection.selector import Selection
-from dustin_sglang.sparse_draft import SparseDraft, dense_draft_layers, draft_reads, pack_lists
+from dustin_sglang.sparse_draft import SparseDraft, dense_draft_layers, draft_reads
 
 BUDGET = 12
 
@@ -43,18 +43,6 @@ def test_a_request_within_the_budget_reads_everything_whatever_its_row_holds() -
     length = torch.tensor([BUDGET])
     positions, counts = draft_reads(stale, length - 3, length, length + 4, BUDGET + 5)
     assert positions[0, : counts[0]].tolist() == list(range(BUDGET + 4))
-
-
-@pytest.mark.parametrize("own", [0, 1, 3])
-def test_packed_lists_hold_the_counted_slots_then_the_own_ones(own: int) -> None:
-    context = torch.arange(1, 16).view(3, 5).int()
-    counts, tail = torch.tensor([5, 1, 3]), 100 + torch.arange(3 * own).view(3, own)
-    lists = pack_lists(context, counts, tail)
-    for b, count in enumerate(counts.tolist()):
-        row = lists.kv_indices[lists.kv_indptr[b] : lists.kv_indptr[b + 1]].tolist()
-        assert row == context[b, :count].tolist() + tail[b].tolist()
-        assert len(row) <= lists.max_kv_len
-    assert lists.kv_indptr.dtype == lists.kv_indices.dtype == torch.int32
 
 
 def table(slots: int = 4, width: int = 64) -> torch.Tensor:
@@ -112,6 +100,37 @@ def test_positions_at_the_end_of_the_table_do_not_leave_it() -> None:
         Selection(torch.tensor([[[0, 5, 17]]], dtype=torch.int32), [3], [True]), torch.tensor([1]), torch.tensor([18])
     )
     assert reads(draft, [1], [20]) == [[1004, 1016, 1017, 1018, 1019]]
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_packed_lists_are_the_same_reads_and_each_forwards_own_slots(branches: int) -> None:
+    draft = SparseDraft(frozenset(), 3, 4, table())
+    positions = torch.tensor([[[0, 5, 19], [2, 7, 29]]], dtype=torch.int32)
+    draft.keep(Selection(positions, [3, 3], [True, True]), torch.tensor([1, 2]), torch.tensor([20, 30]))
+    slots, ends = [2, 1, 3], [31, 24, 2]
+    own = 100 + torch.arange(3 * branches * 2).view(3 * branches, 2)
+    forwards = draft.lists(torch.tensor(slots), torch.tensor(ends), own)
+    alone = draft.lists(torch.tensor(slots), torch.tensor(ends))
+    assert [len(forwards), len(alone)] == [2, 1]
+    for i, listed in enumerate([*forwards, *alone]):
+        ptr, packed = listed.kv_indptr.tolist(), listed.kv_indices.tolist()
+        rows = [packed[a:b] for a, b in zip(ptr, ptr[1:])]
+        assert max(map(len, rows)) <= listed.max_kv_len
+        if i < 2:
+            want = [reads(draft, slots, ends)[row // branches] + own[row, : i + 1].tolist() for row in range(len(own))]
+            assert rows == want
+        else:
+            assert rows == reads(draft, slots, ends)
+
+
+def test_packed_lists_are_written_over_those_of_a_captured_forward() -> None:
+    draft = SparseDraft(frozenset(), 3, 4, table())
+    captured = draft.lists(torch.tensor([1, 2]), torch.tensor([1, 1]))[0]
+    positions = torch.tensor([[[0, 5, 19]]], dtype=torch.int32)
+    draft.keep(Selection(positions, [3], [True]), torch.tensor([1]), torch.tensor([20]))
+    draft.lists(torch.tensor([1, 0]), torch.tensor([21, 1]), into=captured)
+    assert captured.kv_indptr.tolist() == [0, 4, 5]
+    assert captured.kv_indices[:5].tolist() == [1004, 1018, 1019, 1020, 0]
 
 
 def test_unscored_leaves_the_scoring_layers_dense_and_all_none() -> None:
