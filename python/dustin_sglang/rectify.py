@@ -6,9 +6,8 @@ writes is what a fresh prefill would write, so `exact_len` moves to the chunk's 
 
 It runs at the beginning of a round, before the draft, over tokens whose ids the host knows. Under overlap scheduling
 these end one round before the committed length. At most one pass runs between two verifications, and what it reads and
-writes is bounded (`MAX_TOKENS`, `MAX_READS`), so that it takes no longer than a verification: that is what the other
-requests wait for it. A longer interval is rewritten in consecutive rounds. Every decision follows from numbers of the
-host that all tensor-parallel ranks share.
+writes is bounded (`MAX_TOKENS`, `MAX_READS`), which bounds what the other requests wait for it; a longer interval is
+rewritten in consecutive rounds. Every decision follows from numbers of the host that all tensor-parallel ranks share.
 
 A request is due by its own tokens alone, and takes pieces by its own length. If others went along there would be fewer
 passes, but what a request answers would then depend on how much its neighbours accept. It does where more is due than
@@ -17,6 +16,7 @@ a pass takes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -29,11 +29,11 @@ from dustin_sglang.devices import to_device
 from dustin_sglang.radix import advance_exact, exact_len, rewritten_len
 from dustin_sglang.tap import silenced
 
-# Most tokens of one pass, or as many as the verification has rows, if these are more: up to here the weights that a
-# forward reads take longer than its products.
+# Most tokens of one pass, or half as many again as the verification has rows, if these are more: about up to here the
+# weights that a forward reads take longer than its products.
 MAX_TOKENS = 128
 # Most tokens of one pass times the context that each attends to (docs/architecture.md, "Rectification", has the times).
-MAX_READS = 2**22
+MAX_READS = 2**21
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +79,8 @@ def due_tails(reqs: Sequence[Any], seq_lens: Sequence[int], interval: int, rows:
     Returns
     -------
     list of Tail
-        At most `MAX_TOKENS` tokens, or `rows`, which attend to `MAX_READS` positions, but one token at least. The
-        requests with most approximate tokens come first, so that none waits for ever.
+        At most `MAX_TOKENS` tokens, or 3/2 of `rows`, which attend to `MAX_READS` positions, but one token at least.
+        The requests with most approximate tokens come first, so that none waits for ever.
     """
     due: list[tuple[int, Tail]] = []
     for index, (req, seq_len) in enumerate(zip(reqs, seq_lens, strict=True)):
@@ -93,7 +93,7 @@ def due_tails(reqs: Sequence[Any], seq_lens: Sequence[int], interval: int, rows:
             pieces = -(-left // most)
             due.append((approximate, Tail(index, req, start, start - (-left // pieces))))
     due.sort(key=lambda pair: -pair[0])  # a stable sort: all ranks break ties alike
-    return list(_fitting((tail for _, tail in due), max(rows, MAX_TOKENS)))
+    return list(_fitting((tail for _, tail in due), max(3 * rows // 2, MAX_TOKENS)))
 
 
 def _fitting(tails: Iterable[Tail], most_tokens: int) -> Iterator[Tail]:
@@ -124,13 +124,13 @@ class Rectifier:
 
     def rectify(self, batch: Any) -> None:
         """Rewrite what is due in a decode batch, and move the exact length of its requests."""
-        tails = due_tails(batch.reqs, batch.seq_lens_cpu.tolist(), self._interval, len(batch.reqs) * self._width)
+        rows = len(batch.reqs) * self._width
+        tails = due_tails(batch.reqs, batch.seq_lens_cpu.tolist(), self._interval, rows)
         if not tails:
             return
         runner = self._target.model_runner
         chunk, next_tokens = prefill_batch(batch, tails)
-        # The kept queries stay those of the last confirmed tokens, where a prefill would leave its own last row's.
-        with silenced(runner.attn_backend, self._draft.draft_extend_attn_backend):
+        with _rewriting(runner.attn_backend, self._draft.draft_extend_attn_backend):
             mode = CaptureHiddenMode.NULL if batch.spec_algorithm.is_standalone() else CaptureHiddenMode.FULL
             forward_batch = ForwardBatch.init_new(
                 chunk, runner, capture_hidden_mode=mode, return_hidden_states_before_norm=False
@@ -141,6 +141,25 @@ class Rectifier:
         for tail in tails:
             advance_exact(tail.req, tail.end)
         metrics.get().rectified(len(tails), sum(tail.end - tail.start for tail in tails))
+
+
+@contextlib.contextmanager
+def _rewriting(*backends: Any) -> Iterator[None]:
+    """Let the attention backends of a pass record nothing and read all K and V from the pool, one kernel a layer.
+
+    The kept queries stay those of the last confirmed tokens, where a prefill would leave its own last row's. FlashInfer
+    attends to a chunk and to what precedes it apart and merges both, unless it is told not to: the chunks here are so
+    short that launches are what a pass takes.
+    """
+    ragged = [backend for backend in backends if not getattr(backend, "use_paged", True)]
+    try:
+        for backend in ragged:
+            backend.use_paged = True
+        with silenced(*backends):
+            yield
+    finally:
+        for backend in ragged:
+            backend.use_paged = False
 
 
 def prefill_batch(batch: Any, tails: Sequence[Tail]) -> tuple[Any, torch.Tensor]:
