@@ -8,8 +8,8 @@ forwards 0.1 MB. A launch (some microseconds) costs more than that traffic. No a
 Here
 ----
 One launch for all forwards of a round. Where a row's slots begin depends on the lengths of the rows before it: every
-program adds these up by itself, which costs a few loads. Built from torch operations the same took some 115 launches for
-a round's decode steps and 50 for its draft extend, 0.3 ms of a 12 ms step (`benchmark/results/gpu_tests.json`).
+program adds these up by itself, which costs a few loads. Built from torch operations the same took some 115 launches
+for a round's decode steps and 50 for its draft extend, 0.3 ms of a 12 ms step (`benchmark/results/gpu_tests.json`).
 """
 
 import torch
