@@ -27,47 +27,6 @@ from dustin_sglang.selection.selector import Selection
 from dustin_sglang.slot_lists import SlotLists
 
 
-def draft_reads(
-    lists: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions, in the draft's own numbering, that forwards read of their committed context.
-
-    Recordable in a CUDA graph: shapes are static and nothing waits for the device.
-
-    Parameters
-    ----------
-    lists
-        Selected positions of the target, ascending and unique, int32 ``[batch, k]``. A row is read only where its
-        start is beyond k; up to there every position is listed.
-    counts
-        int64 ``[batch]``, listed positions of such a row.
-    starts
-        int64 ``[batch]``, committed length at each selection, at least 1.
-    ends
-        int64 ``[batch]``, one past the last slot to read, at least the start.
-    width
-        Columns of the result; k + 1 + the largest ``ends - starts`` holds every case.
-
-    Returns
-    -------
-    positions : torch.Tensor
-        int64 ``[batch, width]``: ``{p - 1: p listed, p > 0}`` and ``starts - 1 .. ends - 1``, ascending and unique;
-        meaningless beyond a request's count.
-    counts : torch.Tensor
-        int64 ``[batch]``.
-    """
-    k = lists.shape[1]
-    column = torch.arange(width, device=lists.device).unsqueeze(0)
-    counts, starts, ends = counts.unsqueeze(1), starts.unsqueeze(1), ends.unsqueeze(1)
-    whole = starts <= k
-    skipped = (lists[:, :1] == 0).long()  # position 0, which no draft slot holds
-    listed = torch.where(whole, starts - 1, counts - skipped)
-    chosen = lists.gather(1, (column + skipped).clamp(max=k - 1)).long() - 1
-    recent = starts - 1 + column - listed
-    positions = torch.where(column < listed, torch.where(whole, column, chosen), recent)
-    return positions, (listed + ends - starts + 1).squeeze(1)
-
-
 class SparseDraft:
     """The lists that the draft reads, by request slot, in static buffers.
 
@@ -101,22 +60,6 @@ class SparseDraft:
             self._lists[slots] = selection.positions[-1]
             if selection.kept is not None:
                 self._counts[slots] = selection.kept
-
-    def context(self, slots: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """KV slots that a draft forward reads below `ends` int64 ``[batch]``; recordable.
-
-        Returns
-        -------
-        kv_slots : torch.Tensor
-            int32 ``[batch, width]``, in ascending position, meaningless beyond a request's count.
-        counts : torch.Tensor
-            int64 ``[batch]``.
-        """
-        slots = slots.long()
-        lists, listed, starts = self._lists[slots], self._counts[slots], self._starts[slots]
-        positions, counts = draft_reads(lists, listed, starts, ends.long(), self._width)
-        positions = positions.clamp(max=self._req_to_token.shape[1] - 1)
-        return self._req_to_token[slots.unsqueeze(1), positions], counts
 
     def lists(
         self,

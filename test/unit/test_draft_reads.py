@@ -5,11 +5,30 @@ import random
 import pytest
 import torch
 
+from dustin_kernels import write_draft_lists
 from dustin_sglang.config import ConfigError
 from dustin_sglang.selection.selector import Selection
-from dustin_sglang.sparse_draft import SparseDraft, dense_draft_layers, draft_reads
+from dustin_sglang.sparse_draft import SparseDraft, dense_draft_layers
 
 BUDGET = 12
+
+
+def draft_reads(
+    lists: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, width: int
+) -> list[list[int]]:
+    """Positions that one forward reads of each request, up to `width`, its own tokens aside."""
+    bs, k = lists.shape
+    positions = torch.arange(100, dtype=torch.int32).repeat(bs, 1)
+    ptr, packed = torch.empty((1, bs + 1), dtype=torch.int32), torch.empty((1, bs * width), dtype=torch.int32)
+    own = torch.empty((bs, 0), dtype=torch.int64)
+    request = torch.arange(bs)
+    write_draft_lists(lists, counts, starts, positions, request, ends, own, 0, ptr, packed, max_new=width - k - 1)
+    return unpack(ptr[0], packed[0])
+
+
+def unpack(kv_indptr: torch.Tensor, kv_indices: torch.Tensor) -> list[list[int]]:
+    ptr, packed = kv_indptr.tolist(), kv_indices.tolist()
+    return [packed[a:b] for a, b in zip(ptr, ptr[1:])]
 
 
 def listed(seq_len: int, seed: int) -> list[int]:
@@ -25,24 +44,24 @@ def test_a_draft_reads_the_shifted_list_and_every_slot_since(seed: int) -> None:
     chosen = [listed(start, seed * 8 + b) for b, start in enumerate(starts)]
     lists = torch.tensor([own + [-1] * (BUDGET - len(own)) for own in chosen], dtype=torch.int32)
     full = torch.full((8,), BUDGET)
-    positions, counts = draft_reads(lists, full, torch.tensor(starts), torch.tensor(ends), BUDGET + 1 + 6)
+    positions = draft_reads(lists, full, torch.tensor(starts), torch.tensor(ends), BUDGET + 1 + 6)
     for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
         want = {p - 1 for p in chosen[b] if p > 0} | set(range(start - 1, end))
-        assert positions[b, : counts[b]].tolist() == sorted(want)
+        assert positions[b] == sorted(want)
 
 
 def test_with_every_position_listed_it_reads_everything() -> None:
     length, end = 30, 34
     everything = torch.arange(length, dtype=torch.int32).unsqueeze(0)
-    positions, counts = draft_reads(everything, torch.tensor([length]), torch.tensor([length]), torch.tensor([end]), 40)
-    assert positions[0, : counts[0]].tolist() == list(range(end))
+    positions = draft_reads(everything, torch.tensor([length]), torch.tensor([length]), torch.tensor([end]), 40)
+    assert positions[0] == list(range(end))
 
 
 def test_a_request_within_the_budget_reads_everything_whatever_its_row_holds() -> None:
     stale = torch.full((1, BUDGET), 3, dtype=torch.int32)
     length = torch.tensor([BUDGET])
-    positions, counts = draft_reads(stale, length - 3, length, length + 4, BUDGET + 5)
-    assert positions[0, : counts[0]].tolist() == list(range(BUDGET + 4))
+    positions = draft_reads(stale, length - 3, length, length + 4, BUDGET + 5)
+    assert positions[0] == list(range(BUDGET + 4))
 
 
 def table(slots: int = 4, width: int = 64) -> torch.Tensor:
@@ -52,8 +71,8 @@ def table(slots: int = 4, width: int = 64) -> torch.Tensor:
 
 
 def reads(draft: SparseDraft, slots: list[int], ends: list[int]) -> list[list[int]]:
-    kv_slots, counts = draft.context(torch.tensor(slots), torch.tensor(ends))
-    return [row[:n].tolist() for row, n in zip(kv_slots, counts.tolist(), strict=True)]
+    (lists,) = draft.lists(torch.tensor(slots), torch.tensor(ends))
+    return unpack(lists.kv_indptr, lists.kv_indices)
 
 
 def test_lists_follow_their_request_slots_when_requests_change_places() -> None:
@@ -113,8 +132,7 @@ def test_packed_lists_are_the_same_reads_and_each_forwards_own_slots(branches: i
     alone = draft.lists(torch.tensor(slots), torch.tensor(ends))
     assert [len(forwards), len(alone)] == [2, 1]
     for i, listed in enumerate([*forwards, *alone]):
-        ptr, packed = listed.kv_indptr.tolist(), listed.kv_indices.tolist()
-        rows = [packed[a:b] for a, b in zip(ptr, ptr[1:])]
+        rows = unpack(listed.kv_indptr, listed.kv_indices)
         assert max(map(len, rows)) <= listed.max_kv_len
         if i < 2:
             want = [reads(draft, slots, ends)[row // branches] + own[row, : i + 1].tolist() for row in range(len(own))]

@@ -85,5 +85,5 @@ class TappedCpuDraftBackendFactory:
 
 def _context_slots(sparse: SparseDraft, forward_batch: Any) -> list[torch.Tensor]:
     """KV slots below each request's length that the draft reads, int64 ``[kv_b]``."""
-    slots, counts = sparse.context(forward_batch.req_pool_indices, forward_batch.seq_lens)
-    return [own[:n].long() for own, n in zip(slots, counts.tolist(), strict=True)]
+    (lists,) = sparse.lists(forward_batch.req_pool_indices, forward_batch.seq_lens)
+    return [own.long() for own in lists.kv_indices.tensor_split(lists.kv_indptr[1:].long())[:-1]]
