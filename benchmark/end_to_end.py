@@ -12,14 +12,12 @@ prefill nor start-up is in it. Commands that share a --gate may start together: 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import itertools
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from engine_options import (
     STANDALONE,
     Models,
     add_engine_options,
+    alone,
     find_models,
     options,
     row_key,
@@ -140,17 +139,6 @@ def make_prompts(models: Models, text: Path, batch: int, context: int) -> list[l
     return [tokens[i * step : i * step + context] for i in range(batch)]
 
 
-@contextlib.contextmanager
-def alone(gate: Path | None) -> Iterator[None]:
-    """Keep other commands with the same gate from measuring; None keeps nobody."""
-    if gate is None:
-        yield
-        return
-    with gate.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def measure(engine: RunningEngine, batch: int, context: int, args: argparse.Namespace) -> Row:
     """Return what a row holds beside its key."""
     needed = batch * (context + LONG + 2 * args.steps)
@@ -209,7 +197,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=DEMO_TEXT, help="what prompts of real models are made of")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--trace", action="store_true", help="also profile some steps of each row")
-    parser.add_argument("--gate", type=Path, help="lock file: measure while no other command does that names it")
     add_run_options(parser)
     return parser.parse_args(arguments)
 

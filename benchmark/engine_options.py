@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import os
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +58,18 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sparse-draft", default="all", choices=["all", "unscored"], help="DUSTIN_SPARSE_DRAFT")
     parser.add_argument("--memory", type=float, default=0.85, help="SGLang's mem_fraction_static")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--gate", type=Path, help="lock file: measure while no other command does that names it")
+
+
+@contextlib.contextmanager
+def alone(gate: Path | None) -> Iterator[None]:
+    """Keep other commands with the same gate from measuring; None keeps nobody."""
+    if gate is None:
+        yield
+        return
+    with gate.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def find_models(args: argparse.Namespace, root: Path) -> Models:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from engine_options import ENGINE_KEY, add_engine_options, find_models, flags, options, row_key, set_environment
+from engine_options import ENGINE_KEY, add_engine_options, alone, find_models, flags, options, row_key, set_environment
 from results import Deadline, Results, Row, add_run_options, describe_run, progress
 from shapes import SHAPES
 from tqdm import tqdm
@@ -173,7 +173,8 @@ def run(args: argparse.Namespace, models: Any, results: Results) -> None:
             if key["input"] + key["output"] > capacity(server.url):
                 row = key | dict(skipped="a request does not fit in the KV cache")
             else:
-                row = key | measure(args, server.url, models.target, key)
+                with alone(args.gate):
+                    row = key | measure(args, server.url, models.target, key)
             results.add(row)
             tqdm.write(describe(row))
     finally:

@@ -13,6 +13,7 @@ import torch
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend, FlashInferMultiStepDraftBackend
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
+from dustin_sglang.rewriting import RewritingBackend
 from dustin_sglang.slot_lists import SlotLists, attend_lists
 from dustin_sglang.sparse_draft import SparseDraft
 from dustin_sglang.tap import DecodeTap, ExtendTap
@@ -45,7 +46,7 @@ class SparseFlashInferBackend(FlashInferAttnBackend):
         return attend_lists(self, self.listed, rows, q, k, v, layer, forward_batch, save_kv_cache)
 
 
-class DraftExtendBackend(SparseFlashInferBackend):
+class DraftExtendBackend(RewritingBackend, SparseFlashInferBackend):
     """The draft's prefill, which is always dense, and its draft extends."""
 
     num_draft_tokens: int

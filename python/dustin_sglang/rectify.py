@@ -5,9 +5,10 @@ keys and values in place; the draft follows with the same tokens shifted by one 
 writes is what a fresh prefill would write, so `exact_len` moves to the chunk's end.
 
 It runs at the beginning of a round, before the draft, over tokens whose ids the host knows. Under overlap scheduling
-these end one round before the committed length. At most one pass runs between two verifications, and what it reads and
-writes is bounded (`MAX_TOKENS`, `MAX_READS`), which bounds what the other requests wait for it; a longer interval is
-rewritten in consecutive rounds. Every decision follows from numbers of the host that all tensor-parallel ranks share.
+these end one round before the committed length, which a pass does not need: it is launched while the device is at the
+round before. At most one pass runs between two verifications, and what it reads and writes is bounded (`MAX_TOKENS`,
+`MAX_READS`), which bounds what the other requests wait for it; a longer interval is rewritten in consecutive rounds.
+Every decision follows from numbers of the host that all tensor-parallel ranks share.
 
 A request is due by its own tokens alone, and takes pieces by its own length. If others went along there would be fewer
 passes, but what a request answers would then depend on how much its neighbours accept. It does where more is due than
@@ -62,15 +63,15 @@ class Tail:
         return list(self.req.output_ids[first : first + self.end - self.start + 1])
 
 
-def due_tails(reqs: Sequence[Any], seq_lens: Sequence[int], interval: int, rows: int = 0) -> list[Tail]:
+def due_tails(reqs: Sequence[Any], interval: int, rows: int = 0) -> list[Tail]:
     """Choose what the next pass rewrites: of each request with `interval` approximate tokens as many, or a piece.
 
     A request whose interval has been rewritten in part is due until the rest is.
 
     Parameters
     ----------
-    reqs, seq_lens
-        The requests of a batch and their committed lengths.
+    reqs
+        The requests of a batch.
     interval
         N, at least 1.
     rows
@@ -83,10 +84,10 @@ def due_tails(reqs: Sequence[Any], seq_lens: Sequence[int], interval: int, rows:
         The requests with most approximate tokens come first, so that none waits for ever.
     """
     due: list[tuple[int, Tail]] = []
-    for index, (req, seq_len) in enumerate(zip(reqs, seq_lens, strict=True)):
-        start = exact_len(req, seq_len)
-        last_known = len(req.origin_input_ids) + len(req.output_ids) - 1
-        approximate = min(seq_len, last_known) - start
+    for index, req in enumerate(reqs):
+        known = len(req.origin_input_ids) + len(req.output_ids) - 1  # committed tokens; the last has no KV yet
+        start = exact_len(req, known)
+        approximate = known - start
         left = interval - rewritten_len(req) % interval if approximate > 0 else interval
         if approximate >= left:
             most = max(1, min(MAX_TOKENS, MAX_READS // (start + MAX_TOKENS)))
@@ -125,7 +126,7 @@ class Rectifier:
     def rectify(self, batch: Any) -> None:
         """Rewrite what is due in a decode batch, and move the exact length of its requests."""
         rows = len(batch.reqs) * self._width
-        tails = due_tails(batch.reqs, batch.seq_lens_cpu.tolist(), self._interval, rows)
+        tails = due_tails(batch.reqs, self._interval, rows)
         if not tails:
             return
         runner = self._target.model_runner
@@ -145,21 +146,15 @@ class Rectifier:
 
 @contextlib.contextmanager
 def _rewriting(*backends: Any) -> Iterator[None]:
-    """Let the attention backends of a pass record nothing and read all K and V from the pool, one kernel a layer.
+    """Let the attention backends of a pass plan from the host, where they plan (`rewriting.py`), and record nothing.
 
-    The kept queries stay those of the last confirmed tokens, where a prefill would leave its own last row's. FlashInfer
-    attends to a chunk and to what precedes it apart and merges both, unless it is told not to: the chunks here are so
-    short that launches are what a pass takes.
+    The kept queries stay those of the last confirmed tokens, where a prefill would leave its own last row's.
     """
-    ragged = [backend for backend in backends if not getattr(backend, "use_paged", True)]
-    try:
-        for backend in ragged:
-            backend.use_paged = True
-        with silenced(*backends):
-            yield
-    finally:
-        for backend in ragged:
-            backend.use_paged = False
+    with contextlib.ExitStack() as stack:
+        for backend in backends:
+            stack.enter_context(getattr(backend, "rewriting", contextlib.nullcontext)())
+        stack.enter_context(silenced(*backends))
+        yield
 
 
 def prefill_batch(batch: Any, tails: Sequence[Tail]) -> tuple[Any, torch.Tensor]:

@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-from sglang.srt.layers.attention.flashinfer_backend import (
-    FlashInferAttnBackend,
-    PrefillMetadata,
-    fast_prefill_plan,
-)
+from sglang.srt.layers.attention.flashinfer_backend import PrefillMetadata, fast_prefill_plan
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from dustin_kernels import pack_tree_mask, write_slots
+from dustin_sglang.rewriting import RewritingBackend, indptr
 from dustin_sglang.tap import ExtendTap
 
 if TYPE_CHECKING:
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
     from dustin_sglang.selection.selector import Selection
 
 
-class ListedBackend(FlashInferAttnBackend):
+class ListedBackend(RewritingBackend):
     """The target's attention: SGLang's FlashInfer backend, except that verification reads lists.
 
     Parameters
@@ -201,7 +198,7 @@ class FlashInferListedBackend(ListedBackend):
             q_data_type=self.indices_updater_prefill.q_data_type,
             kv_data_type=self.indices_updater_prefill.data_type,
             qo_indptr_host=self._qo_indptr_host[: bs + 1],
-            kv_indptr_host=_indptr(lens),
+            kv_indptr_host=indptr(lens),
             kv_lens_host=lens,
             max_q_len=self._g,
             max_kv_len=int(lens.max()),
@@ -267,7 +264,7 @@ class FlashInferListedBackend(ListedBackend):
         lens = torch.tensor(counts, dtype=torch.int32) + self._g
         wrapper.begin_forward(  # index pointers on the host: FlashInfer then copies nothing back
             self._qo_indptr_host[: bs + 1],
-            _indptr(lens),
+            indptr(lens),
             kv_indices,
             torch.ones(bs, dtype=torch.int32),
             updater.num_qo_heads,

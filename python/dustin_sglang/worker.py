@@ -2,9 +2,9 @@
 
 One round: draft, score, select, verify, keep. Drafting and everything after the acceptance stay SGLang's. All work
 is launched on the forward stream, ahead of SGLang's draft extend, so the scheduler's write-after-read barrier covers
-our reads of `req_to_token`. All that is decided follows from committed lengths on the host. Where neither the draft
-nor a rectifying pass needs them, they are asked for before the draft and awaited while it runs, so that the device
-does not wait for the host at the beginning of a round.
+our reads of `req_to_token`. All that is decided follows from committed lengths on the host. Where the draft does not
+need them, they are asked for before the draft and awaited while it runs, so that the device does not wait for the host
+at the beginning of a round.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ class SparseVerification:
                 self.req_to_token_pool,
                 self.speculative_num_draft_tokens,
             )
-        # A pass comes before the draft, and SGLang's report of a batch takes lengths that came with it.
-        if self._rectifier is not None or self.server_args.enable_forward_pass_metrics:
+        if self.server_args.enable_forward_pass_metrics:  # SGLang's report of a batch takes lengths that came with it
             self._wiring.target_backend.needs_cpu_seq_lens = True
         if self._target_worker.model_runner.ps.tp_rank == 0:
             logger.info("%s", self._wiring.describe(config))

@@ -37,8 +37,10 @@ def answers(arguments: dict[str, Any], taken_away: bool) -> dict[str, list[int]]
     return engine.generate(PROMPTS, 24)
 
 
-@pytest.mark.parametrize("shape", [{}, TREE], ids=["chain", "tree"])
-def test_lengths_are_awaited_after_the_draft(models: dict[str, str], shape: dict[str, int]) -> None:
-    arguments = dustin(models, **shape)
-    given = in_child(answers, arguments, False, env=ENV)
-    assert in_child(answers, arguments, True, env=ENV) == given and len(given["a"]) == 24
+@pytest.mark.parametrize(
+    "shape, interval", [({}, "0"), (TREE, "0"), ({}, "8")], ids=["chain", "tree", "chain with rectification"]
+)
+def test_lengths_are_awaited_after_the_draft(models: dict[str, str], shape: dict[str, int], interval: str) -> None:
+    arguments, env = dustin(models, **shape), ENV | {"DUSTIN_RECTIFY_INTERVAL": interval}
+    given = in_child(answers, arguments, False, env=env)
+    assert in_child(answers, arguments, True, env=env) == given and len(given["a"]) == 24
