@@ -17,9 +17,10 @@ model. A row is a task, a context and a setting:
     score, dense_score, dense_minus_score      0 to 100, by the benchmark's own metric; null for long answers
     accept_length, dense_accept_length         tokens a verification
     new_tokens                                 mean length of an answer
-    agreement, logprob                         of judged answers: the share of tokens that the dense target would choose
-                                               there too, and its mean log-probability of them
-    repeated                                   of the same: the share of tokens that end 16 which the answer has had
+    agreement, logprob                         of the `judged` ones: the share of tokens that the dense target takes
+                                               there, and its mean log-probability of them
+    repeated                                   of all long answers: the share of tokens that end 16 which the answer has
+                                               had before
     dense_minus_agreement, ..._logprob, ..._repeated   by how much more of dense answers
     agreement_by_256, logprob_by_256, repeated_by_256  the first three of every 256 tokens
     ci                                         95% intervals by bootstrap, paired by item

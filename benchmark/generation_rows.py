@@ -40,7 +40,8 @@ def make_rows(items: Sequence[Item], answers: Answers, seed: int) -> Iterator[tu
         for (task, context), some in groups.items():
             run = max(found[item.id][0] for item in some)
             fields = summarise([tables[task, context]], seed)
-            drift = _drift([(found[item.id][1], dense[item.id][1] if dense else None) for item in some], seed)
+            pairs = [(found[item.id][1], dense[item.id][1] if dense else None) for item in some]
+            drift = _drift(pairs, seed) if some[0].ignore_eos else {}
             row = _key(answers, name, run, task, context) | fields | drift
             yield run, row | dict(ci=fields["ci"] | drift.get("ci", {}))
         for context in dict.fromkeys(context for _, context in groups):
@@ -88,12 +89,21 @@ def summarise(tables: Sequence[np.ndarray], seed: int) -> Row:
 
 
 def _drift(pairs: Sequence[tuple[Answer, Answer | None]], seed: int) -> Row:
-    """What the dense target made of judged answers and, where it read these too, of dense ones; empty without any."""
-    pairs = [(answer, other) for answer, other in pairs if answer.agreement and (other is None or other.agreement)]
-    if not pairs:
-        return {}
-    shortest = min(len(answer.agreement or ()) for answer, _ in pairs)
-    names = ("agreement", "logprob", "repeated")
+    """How long answers change on the way, beside dense ones: how they repeat themselves and, of the judged ones, more.
+
+    An answer counts as judged where the dense one of its item is judged too.
+    """
+    judged = [(answer, other) for answer, other in pairs if answer.agreement and (other is None or other.agreement)]
+    fields: Row = _means_by_256(pairs, ("repeated",), seed)
+    if judged:
+        more = _means_by_256(judged, ("agreement", "logprob"), seed)
+        fields = fields | more | dict(judged=len(judged), ci=fields["ci"] | more["ci"])
+    return fields
+
+
+def _means_by_256(pairs: Sequence[tuple[Answer, Answer | None]], names: Sequence[str], seed: int) -> Row:
+    """Means of every 256 tokens, of whole answers and, where there are dense answers, by how much more of these."""
+    shortest = min(len(_by_256(answer, names[0])) for answer, _ in pairs)
     own = {name: [_by_256(answer, name) for answer, _ in pairs] for name in names}
     fields: Row = {
         f"{name}_by_256": np.mean([values[:shortest] for values in own[name]], axis=0).round(4).tolist()
@@ -107,8 +117,9 @@ def _drift(pairs: Sequence[tuple[Answer, Answer | None]], seed: int) -> Row:
         statistics |= {name: mean, f"dense_minus_{name}": dense - mean}
     known = {name: value if np.isfinite(value).all() else None for name, value in statistics.items()}
     fields |= {name: None if value is None else round(float(value[0]), 4) for name, value in known.items()}
-    ci = {name: None if value is None else bootstrap.interval(value) for name, value in known.items()}
-    return fields | dict(judged=len(pairs), ci=ci)
+    return fields | dict(
+        ci={name: None if value is None else bootstrap.interval(value) for name, value in known.items()}
+    )
 
 
 def _by_256(answer: Answer, name: str) -> list[float]:
@@ -168,5 +179,5 @@ def _line(row: Row) -> str:
     )
     low_high = row["ci"]["dense_minus_score"]
     less += "" if low_high is None else f" [{low_high[0]:.2f}, {low_high[1]:.2f}]"
-    drift = f"  agreement {row['agreement']}  repeated {row['repeated_by_256']}" if "agreement" in row else ""
+    drift = "".join(f"  {name} {row[name]}" for name in ("agreement", "repeated_by_256") if name in row)
     return f"{name:<24}{row['n']:>5}{score:>9}{less:>30}{accept:>15}{drift}"

@@ -407,6 +407,10 @@ def test_long_answers_are_judged_by_bucket_once_and_paired_with_dense_ones(
     assert run("--settings", "dense", "hybrid") == 0 and Engine.temperatures == [1, 1, 0] * 2
     agrees = {"dense": [True] * BUCKET + [True] * 2, "hybrid": [True] * BUCKET + [False, True]}
     verdicts = [(torch.tensor(a), torch.tensor(a).float() - 1) for a in agrees.values()]
+    before = [row for _, row in make_rows(long, Answers(tmp_path / "answers.jsonl"), seed=0)]
+    assert [row["repeated"] for row in before] == [0, 0] and "agreement" not in before[0]
+    short = [row for _, row in make_rows([item(2)], Answers(tmp_path / "answers.jsonl"), seed=0)]
+    assert "repeated" not in short[0]
     loaded: list[object] = []
     monkeypatch.setattr(generation_judge, "load_judge", loaded.append)
     monkeypatch.setattr(generation_judge, "judge", lambda model, prompt, ids: verdicts[: len(ids)])
