@@ -34,7 +34,7 @@ from dustin_kernels.reference import Backend, check_tensor, use_triton
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_PARTS = 64
-_MAX_TREE_ROWS = 62  # a row's mask is one int64
+MAX_TREE_ROWS = 64  # a row's mask is one int64
 _LOG2_E = math.log2(math.e)
 
 
@@ -109,8 +109,8 @@ def _check(
         raise ValueError(f"max_kv_len is {max_kv_len}; it must be at least 0")
     if tree_mask is not None:
         check_tensor("tree_mask", tree_mask, [bs * rows * rows], [torch.bool], device)
-        if rows > _MAX_TREE_ROWS:
-            raise ValueError(f"rows is {rows}; with a tree mask it must be at most {_MAX_TREE_ROWS}")
+        if rows > MAX_TREE_ROWS:
+            raise ValueError(f"rows is {rows}; with a tree mask it must be at most {MAX_TREE_ROWS}")
     if out is not None:
         check_tensor("out", out, list(q.shape), [q.dtype], device)
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-MAX_COUNTERS = 1 << 16
+MAX_COUNTERS = 1 << 20
 
 
 @lru_cache(maxsize=16)

@@ -107,8 +107,8 @@ class DustinConfig:
         groups = self.layer_groups
         _check("layer_groups", groups, groups is None or groups >= 1, _GROUPS_RANGE)
         # Whether lookahead can differ between groups is the profile's to say, and `wiring` asks it.
-        if groups and (obstacle := POLICIES[self.policy].why_not_groups(groups, mixed=True)):
-            raise groups_refused(groups, self.policy, obstacle)
+        if obstacle := POLICIES[self.policy].why_not_groups(groups or 1, mixed=True):
+            raise groups_refused(groups or 1, self.policy, obstacle)
         _check("radix", self.radix, self.radix in RADIX_MODES, "one of " + ", ".join(RADIX_MODES))
         modes = SPARSE_DRAFT_MODES
         _check("sparse_draft", self.sparse_draft, self.sparse_draft in modes, "one of " + ", ".join(modes))

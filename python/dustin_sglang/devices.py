@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dustin_kernels.attend import MAX_TREE_ROWS
 from dustin_sglang.config import ConfigError, DustinConfig
 from dustin_sglang.grouping import count_groups
 from dustin_sglang.selection.layer_groups import LayerGroups
@@ -54,10 +55,12 @@ def create_target_backend(model_runner: Any) -> Any:
     from dustin_sglang.selection.policies import POLICIES
 
     dense = POLICIES[config.policy].dense
+    # With overlap scheduling the round after a request's last one lists what that one committed beyond the context.
+    whole = context + args.speculative_num_draft_tokens
     return _verify_backend_class(config, model_runner, dense)(
         model_runner,
         groups=groups,
-        list_width=context if dense or config.dense_fallback else min(config.budget, context),
+        list_width=whole if dense or config.dense_fallback else min(config.budget, context),
         topk=args.speculative_eagle_topk,
         num_draft_tokens=args.speculative_num_draft_tokens,
         init_new_workspace=model_runner.init_new_workspace,
@@ -69,7 +72,7 @@ def _verify_backend_class(config: DustinConfig, model_runner: Any, dense: bool) 
     from dustin_sglang.attend_backend import DustinAttendBackend
     from dustin_sglang.verify_backend import DustinFlashInferBackend
 
-    obstacle = why_not_attend(model_runner)
+    obstacle = why_not_attend(model_runner) or _why_not_tree(model_runner.server_args)
     if config.attention == "dustin" and obstacle:
         raise ConfigError(f"--dustin-attention dustin (or DUSTIN_ATTENTION): {obstacle}; use flashinfer")
     if config.attention == "flashinfer" or (config.attention == "auto" and (dense or obstacle)):
@@ -93,6 +96,14 @@ def why_not_attend(model_runner: Any) -> str | None:
         return f"its kernel takes head_dim up to {MAX_HEAD_DIM}, not {model_runner.model_config.head_dim}"
     if any(m.logit_cap > 0 for m in model_runner.model.modules() if isinstance(m, RadixAttention)):
         return "its kernel has no soft cap of the logits, which this model needs"
+    return None
+
+
+def _why_not_tree(server_args: Any) -> str | None:
+    """What of a tree the kernel behind lists does not mask, or None."""
+    tokens = server_args.speculative_num_draft_tokens
+    if server_args.speculative_eagle_topk > 1 and tokens > MAX_TREE_ROWS:
+        return f"its kernel takes trees of up to {MAX_TREE_ROWS} tokens, not {tokens}"
     return None
 
 

@@ -37,7 +37,7 @@ class ListedBackend(RewritingBackend):
     groups
         Layers that share a list.
     list_width
-        Most positions listed a request: k, or the context length for the dense policy.
+        Most positions listed a request: k, or whatever a request can hold for the dense policy.
     topk, num_draft_tokens
         Branches of the draft tree and g, the tokens under verification.
     """
@@ -276,10 +276,6 @@ class FlashInferListedBackend(ListedBackend):
             kv_data_type=updater.data_type,
             non_blocking=True,
         )
-
-
-def _indptr(lens: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(torch.cumsum(lens, dim=0, dtype=torch.int32), (1, 0))
 
 
 class DustinFlashInferBackend(ExtendTap, FlashInferListedBackend):

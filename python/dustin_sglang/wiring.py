@@ -146,10 +146,12 @@ def wire(config: DustinConfig, target_runner: Any, draft_worker: Any) -> Wiring:
 
     # A budget beyond the context length is all of it; no list needs to be wider.
     total = min(config.budget, target_runner.model_config.context_len)
+    sinks = min(config.sinks, total)
+    window = min(config.window, total - sinks)
     mix = grouping.mix(draft_runner.device)
     selector = Selector(
         policy,
-        grouping.budget(total, config.sinks, config.window, config.lookahead_share),
+        grouping.budget(total, sinks, window, config.lookahead_share),
         lookahead=_signal(Signal, draft_runner, draft_store, grouping.lookahead, shift=1, mix=mix),
         history=_signal(Signal, target_runner, target_store, grouping.history, shift=0),
         pages=_signal(PageBounds, target_runner, target_store, grouping.history, shift=0),

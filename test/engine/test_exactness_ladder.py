@@ -155,3 +155,10 @@ def test_the_dense_policy_is_dense_whatever_the_budget(
     env = {"DUSTIN_BUDGET": "68", "DUSTIN_POLICY": "dense", "DUSTIN_SPARSE_DRAFT": drafting}
     result = in_child(generate, dustin(models), PROMPTS, NEW_TOKENS, env=env)
     assert result["first"] == dense
+
+
+def test_a_budget_and_a_window_beyond_the_context_length_give_dense_tokens(models: dict[str, str]) -> None:
+    prompts, length = {"a": tokens(60, 1)}, dict(context_length=128)
+    expected = in_child(generate, plain(models, **length), prompts, NEW_TOKENS)["first"]
+    env = {"DUSTIN_BUDGET": "4096", "DUSTIN_WINDOW": "2048", "DUSTIN_SINKS": "200"}
+    assert in_child(generate, dustin(models, **length), prompts, NEW_TOKENS, env=env)["first"] == expected

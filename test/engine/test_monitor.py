@@ -89,6 +89,12 @@ def test_every_nth_sparse_verification_is_monitored(models: dict[str, str]) -> N
     assert counts[1] >= 12 and counts[3] in (counts[1] // 3, (counts[1] + 1) // 3)
 
 
+def test_it_measures_where_no_position_is_protected(models: dict[str, str]) -> None:
+    env = {"DUSTIN_BUDGET": "16", "DUSTIN_SINKS": "0", "DUSTIN_WINDOW": "0", "DUSTIN_MONITOR_INTERVAL": "1"}
+    result = in_child(generate, dustin(models), {"c": tokens(60, 1)}, 12, env=env)
+    assert result["steps"] and any(0 < shares["overlap"] <= 1 for *_, shares in result["steps"])
+
+
 def test_requests_within_the_budget_are_not_monitored(models: dict[str, str]) -> None:
     env = ENV | {"DUSTIN_MONITOR_INTERVAL": "1"}
     result = in_child(generate, dustin(models), {"c": PROMPTS["c"]}, 12, env=env)

@@ -166,6 +166,7 @@ ATTEND_SHAPES = {
     "mha": dict(heads=8, kv_heads=8, head_dim=64, rows=8),
     "wide": dict(heads=8, kv_heads=2, head_dim=256, rows=3),
     "odd": dict(heads=6, kv_heads=2, head_dim=80, rows=3),
+    "largest tree": dict(heads=8, kv_heads=2, head_dim=64, rows=64),
 }
 # Weights are rounded to the inputs' dtype before the second product, and so is the result.
 ATTEND_TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 1e-5}
@@ -174,7 +175,7 @@ ATTEND_TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 
 @pytest.mark.parametrize(
     ("shape", "mask", "dtype"),
     [(shape, CAUSAL, torch.bfloat16) for shape in ATTEND_SHAPES]
-    + [(shape, TREE, torch.bfloat16) for shape in ("72b", "135m")]
+    + [(shape, TREE, torch.bfloat16) for shape in ("72b", "135m", "largest tree")]
     + [(shape, CAUSAL, dtype) for shape in ("8b", "odd") for dtype in (torch.float16, torch.float32)],
 )
 @pytest.mark.parametrize("bs", [1, 16])

@@ -66,11 +66,16 @@ def test_all_groups_keep_as_many_as_the_one_that_needs_most() -> None:
 
 
 def test_groups_without_history_are_judged_by_lookahead() -> None:
+    """Lookahead prefers 7; so does its mean with history's shares, 0.3, 0.4, 0.1 and 0.2 of 2, 4, 7 and 9."""
     lookahead = torch.zeros(1, 12)
-    lookahead[0, 2] = 1.0
-    lists = LISTED.expand(2, -1, -1)
-    positions, counts = keep_mass(BUDGET, 0.5, lists, lookahead, SCORES.unsqueeze(0), LENGTH)
-    assert counts.tolist() == [3] and positions[:, 0, :3].tolist() == [[0, 2, 11], [0, 2, 11]]
+    lookahead[0, 7] = 1.0
+    lists, history = LISTED.expand(2, -1, -1), SCORES.unsqueeze(0)
+    positions, counts = keep_mass(BUDGET, 0.56, lists, lookahead, history, LENGTH)
+    assert counts.tolist() == [4] and positions[:, 0, :4].tolist() == [[0, 4, 7, 11]] * 2, "a score of both"
+    positions, counts = keep_mass(BUDGET, 0.56, lists, lookahead, history, LENGTH, history_groups=1)
+    # The deep group needs 4, and so the shallow one keeps 4: of those without lookahead the lowest, not the best by
+    # history.
+    assert counts.tolist() == [4] and positions[:, 0, :4].tolist() == [[0, 2, 7, 11], [0, 4, 7, 11]]
 
 
 @pytest.mark.parametrize("name", sorted(n for n, p in POLICIES.items() if p.uses_lookahead or p.uses_history))

@@ -11,7 +11,7 @@ import torch
 
 from dustin_sglang.monitor import RECENT_TOKENS, Agreement, agreement_of, compare_rows, tell
 from dustin_sglang.selection.measures import captured_mass, measure, overlap
-from dustin_sglang.selection.policies import Budget
+from dustin_sglang.selection.policies import POLICIES, Budget
 
 
 def test_agreement_is_that_of_the_recent_tokens() -> None:
@@ -61,6 +61,18 @@ def test_overlap_compares_the_best_unprotected_positions(second: list[int], shar
         scores[0, [0, 1, 10, 11]] = 9.0
         scores[0, best] = 1.0
     assert overlap(budget, lookahead, history, seq_lens).item() == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "same"), [("hybrid-sum", 0.5, 1.0), ("hybrid", 0.5, 1.0), ("hybrid", 0, 0.0)]
+)
+def test_overlap_is_that_of_what_lookahead_counts_for_also_where_nothing_is_protected(
+    name: str, share: float, same: float
+) -> None:
+    scores = torch.rand(1, 1, 48, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(8, dtype=torch.int32).view(1, 1, 8)
+    found = measure(POLICIES[name]().budget(8, 0, 0, share), positions, scores, scores, torch.tensor([48])).present()
+    assert found["overlap"].tolist() == [same]
 
 
 def test_signals_that_a_policy_does_not_use_are_not_measured() -> None:

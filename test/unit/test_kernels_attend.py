@@ -95,6 +95,14 @@ def test_result_is_softmax_attention_over_the_list(backend, mask, shape):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tree_has_as_many_tokens_as_an_int64_has_bits(backend):
+    case = Case([70, 64], rows=64, heads=2, kv_heads=1, mask=TREE)
+    torch.testing.assert_close(case.run(backend).double(), case.expected(), atol=2e-6, rtol=2e-6)
+    with pytest.raises(ValueError, match="rows is 65; with a tree mask it must be at most 64"):
+        Case([65], rows=65, mask=TREE).run(backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
 def test_sixteen_bit_inputs_agree_to_their_accuracy(backend, dtype, tolerance):
     if backend == "triton" and dtype == torch.bfloat16:

@@ -56,11 +56,12 @@ def test_hybrid_depth_lists_by_lookahead_in_the_shallow_half_and_by_their_own_hi
     assert lists[:, 0].tolist() == [ahead, ahead, pick("history"), [0, 1, 6, 7, 9]]
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-def test_hybrid_depth_needs_as_many_shallow_groups_as_deep_ones(groups: int) -> None:
-    with pytest.raises(ConfigError, match=f"--dustin-layer-groups .* is {groups} .*hybrid-depth: .*even number"):
+@pytest.mark.parametrize("groups", [None, 1, 3])
+def test_hybrid_depth_needs_as_many_shallow_groups_as_deep_ones(groups: int | None) -> None:
+    count = groups or 1  # what it would be unasked
+    with pytest.raises(ConfigError, match=f"--dustin-layer-groups .* is {count} .*hybrid-depth: .*even number"):
         DustinConfig(policy="hybrid-depth", layer_groups=groups)
-    assert DustinConfig(policy="hybrid-depth", layer_groups=groups + 1)
+    assert DustinConfig(policy="hybrid-depth", layer_groups=count + 1)
 
 
 def test_ties_go_to_the_lower_position() -> None:

@@ -58,6 +58,37 @@ def test_a_gpu_is_warmed_up_for_contexts_of_every_size(monkeypatch: pytest.Monke
     assert asked == [(n, width) for n, width in ((13, 16), (17, 32), (33, 48), (65, 80)) for _ in range(2)]
 
 
+class GivenSignal:
+    """Scores whatever it was made with."""
+
+    def __init__(self, scores: torch.Tensor) -> None:
+        self.scores = scores
+
+    def score(self, context: Context, *, drafted: bool = True) -> torch.Tensor:
+        return self.scores
+
+
+@pytest.mark.parametrize("mass", [1.0, 0.5])
+def test_history_of_one_deep_group_counts_for_that_group_alone(mass: float) -> None:
+    """Of two groups one is deep and its history a single score; of four, two, which here have the same."""
+    lookahead, history = torch.zeros(2, 1, 1, 48)
+    lookahead[..., 10:18] = torch.arange(8.0, 0, -1)
+    history[..., 14:30] = 1.0
+    context = Context(torch.zeros(1, 64, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.tensor([40]), 48)
+    found = []
+    for groups in (2, 4):
+        policy, back = POLICIES["hybrid-depth"](), GivenSignal(history.expand(groups // 2, -1, -1).contiguous())
+        ahead: Any = GivenSignal(lookahead)
+        selector = Selector(policy, policy.budget(20, 1, 1, 0.5), ahead, back, back, mass)  # type: ignore[arg-type]
+        found.append(selector.select(context, [40], measured=True))
+    two, four = found
+    assert two.positions is not None and four.positions is not None
+    assert torch.equal(two.positions[0], four.positions[0]) and torch.equal(two.positions[1], four.positions[3])
+    assert (two.kept is None and four.kept is None) if mass == 1 else torch.equal(two.kept, four.kept)  # type: ignore
+    assert two.measures is not None and four.measures is not None
+    assert torch.equal(two.measures.history, four.measures.history)  # type: ignore[arg-type]
+
+
 def test_no_list_is_warmed_up_where_no_context_exceeds_the_budget() -> None:
     selector, signal = make("hybrid")
     selector.warm_up(torch.zeros(3, BUDGET, dtype=torch.int32))

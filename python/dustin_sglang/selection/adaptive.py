@@ -31,6 +31,7 @@ def keep_mass(
     lookahead: torch.Tensor | None,
     history: torch.Tensor | None,
     seq_lens: torch.Tensor,
+    history_groups: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Drop the positions of lists that the estimated mass does not need, those of least estimate first.
 
@@ -47,6 +48,8 @@ def keep_mass(
         float32 ``[scored, batch, max_len]`` of the `scored` deepest groups, or of one that all groups share; or None.
     seq_lens
         int64 ``[batch]``, committed lengths.
+    history_groups
+        How many of the deepest groups `history` is of, where one score alone does not say; None: all.
 
     Returns
     -------
@@ -57,7 +60,8 @@ def keep_mass(
     """
     k, length = positions.shape[2], seq_lens.view(1, -1, 1)
     protected = (positions < budget.sinks) | (positions >= length - budget.window)
-    units = (_estimate(budget, positions, lookahead, history, seq_lens) * _ONE).long().masked_fill(protected, 0)
+    estimate = _estimate(budget, positions, lookahead, history, seq_lens, history_groups)
+    units = (estimate * _ONE).long().masked_fill(protected, 0)
     order = torch.where(protected, 2 * _ONE, units).sort(dim=-1, descending=True, stable=True).indices
     held = units.gather(-1, order).cumsum(-1)
     needed = 1 + (held < round(mass * _ONE)).sum(-1)
@@ -77,14 +81,15 @@ def _estimate(
     lookahead: torch.Tensor | None,
     history: torch.Tensor | None,
     seq_lens: torch.Tensor,
+    history_groups: int | None,
 ) -> torch.Tensor:
     """Shares float32 ``[groups, batch, k]`` of listed positions in the mass of all unprotected ones."""
     shares = torch.zeros(positions.shape, device=positions.device)
     signals = torch.zeros(positions.shape[0], 1, 1, device=positions.device)
-    for scores in (lookahead, history):
+    for scores, of_one in ((lookahead, len(shares)), (history, history_groups or len(shares))):
         if scores is None:
             continue
-        groups = len(shares) if len(scores) == 1 else len(scores)
+        groups = of_one if len(scores) == 1 else len(scores)
         column, length = torch.arange(scores.shape[-1], device=scores.device), seq_lens.unsqueeze(1)
         free = (column >= budget.sinks) & (column < length - budget.window)
         total = (scores * free).sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)

@@ -40,6 +40,7 @@ def measure(
     lookahead: torch.Tensor | None,
     history: torch.Tensor | None,
     seq_lens: torch.Tensor,
+    history_groups: int | None = None,
 ) -> Measures:
     """Measure the lists of a batch against the scores that made them.
 
@@ -50,10 +51,11 @@ def measure(
     lookahead, history
         float32 ``[scored, batch, max_len]``, of the `scored` deepest groups, or of one that all groups share; None
         where the policy does not use the signal.
+    history_groups
+        How many of the deepest groups `history` is of, where one score alone does not say; None: all.
     """
-    ahead, back = (
-        [] if s is None else [captured_mass(*pair) for pair in _pairs(s, positions)] for s in (lookahead, history)
-    )
+    lists = (lookahead, positions), (history, positions[-(history_groups or len(positions)) :])
+    ahead, back = ([] if s is None else [captured_mass(*pair) for pair in _pairs(s, own)] for s, own in lists)
     both = []
     if lookahead is not None and history is not None:
         both = [overlap(budget, *pair, seq_lens) for pair in _pairs(lookahead, history)]
@@ -78,7 +80,9 @@ def overlap(budget: Budget, lookahead: torch.Tensor, history: torch.Tensor, seq_
 
     Meaningless for a context of at most k tokens, and 0 where the budget gives lookahead nothing.
     """
-    m = budget.lookahead
+    m = budget.by_source.get("lookahead", 0)
+    if m == 0:
+        return torch.zeros(len(seq_lens), device=seq_lens.device)
 
     def best(by_lookahead: torch.Tensor | None, by_history: torch.Tensor | None) -> torch.Tensor:
         return select_positions(

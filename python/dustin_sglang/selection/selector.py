@@ -102,11 +102,12 @@ class Selector:
         lookahead, history = self.scores(context, drafted=drafted)
         positions = self.policy.select_groups(self.budget, lookahead, history, context)
         counts, kept = [min(n, self.budget.total) for n in seq_lens], None
+        scored = lookahead, history, context.seq_lens, self.policy.history_groups(len(positions))
         if self.mass < 1:
-            positions, kept = keep_mass(self.budget, self.mass, positions, lookahead, history, context.seq_lens)
+            positions, kept = keep_mass(self.budget, self.mass, positions, *scored)
         measures = None
         if measured:
-            measures = measure(self.budget, positions, lookahead, history, context.seq_lens)
+            measures = measure(self.budget, positions, *scored)
         return Selection(positions, counts, sparse, measures, kept)
 
     def warm_up(self, req_to_token: torch.Tensor) -> None:
